@@ -1,0 +1,29 @@
+"""Linear Depth Memory (arXiv 2610.18809); see ``backends/BACKENDS.md``."""
+
+from .config import (
+    Forget,
+    ForgetGranularity,
+    KeyActivation,
+    KeySource,
+    LDMConfig,
+    QueryActivation,
+    QuerySource,
+    Residual,
+    Update,
+    WriteEvery,
+)
+from .module import LDMBoundary
+
+__all__ = [
+    "Forget",
+    "ForgetGranularity",
+    "KeyActivation",
+    "KeySource",
+    "LDMBoundary",
+    "LDMConfig",
+    "QueryActivation",
+    "QuerySource",
+    "Residual",
+    "Update",
+    "WriteEvery",
+]

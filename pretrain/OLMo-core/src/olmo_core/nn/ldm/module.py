@@ -1,0 +1,151 @@
+"""The boundary of Linear Depth Memory as a module: parameters, initialisation, state and choice of backend."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from olmo_core.nn.depth.connection import DepthBoundary, State
+from olmo_core.nn.transformer.init import _apply_init
+
+from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
+
+if TYPE_CHECKING:
+    from .config import LDMConfig
+
+FORGET_RATES = (1e-4, 1e-2)
+"""The first and last forget rate ``softplus(b)`` of the slots at the start, log-spaced."""
+SCALAR_FORGET_RATE = 1e-3
+"""The forget rate at the start of a scalar gate, and of a memory with one slot."""
+
+
+class LDMBoundary(DepthBoundary):
+    """
+    Forget, write, query, read, norm. The state is ``(S, *rest)`` with ``S`` ``[B, T, K, D]`` and in ``rest``, in this
+    order and each ``[B, T, D]``: the sublayer's input (``key_source=input``), the residual stream
+    (``residual=kept``), and attention's output that waits for the block's end (``write_every=block``).
+    """
+
+    def __init__(
+        self,
+        config: "LDMConfig",
+        *,
+        d_model: int,
+        index: int,
+        n_sublayers: int,
+        eps: float,
+        init_device: str = "cpu",
+    ):
+        super().__init__(
+            d_model=d_model, index=index, n_sublayers=n_sublayers, eps=eps, backend=config.backend
+        )
+        self.config = config
+        self.writes = index == 0 or config.write_every == "sublayer" or index % 2 == 0
+        # At a block's end the state holds attention's output, put there by the boundary in the middle.
+        self.has_pending = config.write_every == "block" and index > 0 and index % 2 == 0
+
+        def parameter(*shape: int) -> nn.Parameter:
+            # FP32 whatever the model's dtype: forget rates of 1e-4 vanish beside 1 in BF16.
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=init_device))
+
+        K, d = config.d_k, d_model
+        gates = 1 if config.forget_granularity == "scalar" else K
+        for name in ("key_0", *LDMParameters._fields):
+            self.register_parameter(name, None)
+        if self.is_first:
+            self.key_0 = parameter(K)
+        else:
+            self.b_query = parameter(K)
+            if config.query_source != "static":
+                self.w_query = parameter(d, K)
+            if self.writes:
+                self.b_key = parameter(K)
+                if config.key_source != "static":
+                    self.w_key = parameter(d, K)
+                if config.forget != "none":
+                    self.b_forget = parameter(gates)
+                if config.forget == "dynamic":
+                    self.w_forget = parameter(d, gates)
+                if config.update == "delta":
+                    self.w_beta = parameter(d)
+                    self.b_beta = parameter(1)
+        if init_device != "meta":
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        K = self.config.d_k
+        starts = {
+            "key_0": 1.0,
+            "b_key": 1.0 if self.config.key_activation == "none" else 0.0,
+            "b_query": {
+                "softmax": 0.0,
+                "sigmoid": 4.0 if K == 1 else -math.log(K - 1),
+                "none": 1.0 / K,
+            }[self.config.query_activation],
+            "b_beta": -4.0,
+        }
+        for name, parameter in self.named_parameters(recurse=False):
+            if name != "b_forget":
+                parameter.fill_(starts.get(name, 0.0))
+        if self.b_forget is not None:
+            # Element by element, so that a shard of the parameter gets its own part.
+            slots = 1 if self.config.forget_granularity == "scalar" else K
+            if slots == 1:
+                rates = torch.full((1,), SCALAR_FORGET_RATE, dtype=torch.float64)
+            else:
+                rates = torch.logspace(
+                    *(math.log10(r) for r in FORGET_RATES), slots, dtype=torch.float64
+                )
+            # softplus(b) = rate
+            start = torch.log(torch.expm1(rates)).to(torch.float32)
+            _apply_init(lambda t: t.copy_(start), self.b_forget)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        std = 0.1 / math.sqrt(self.d_model)
+        for w in (self.w_key, self.w_query):
+            if w is not None:
+                _apply_init(nn.init.normal_, w, std=std, generator=generator)
+
+    @property
+    def ldm_parameters(self) -> LDMParameters:
+        return LDMParameters(*(getattr(self, name) for name in LDMParameters._fields))
+
+    def reference(
+        self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
+    ) -> tuple[State, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        config = self.config
+        keeps_input = config.key_source == "input"
+        keeps_residual = config.residual == "kept"
+        if self.is_first:
+            assert self.key_0 is not None
+            out = ldm_first_boundary(y, self.key_0, norm_weight, self.eps)
+            rest = [y] if keeps_residual else []
+        else:
+            memory, *carried = state
+            key_input = carried.pop(0) if keeps_input else None
+            residual = carried.pop(0) if keeps_residual else None
+            if self.has_pending:
+                y = carried.pop(0) + y
+            if self.writes and residual is not None:
+                residual = residual + y
+            rest = [residual] if residual is not None else []
+            if not self.writes:
+                rest.append(y)
+                residual = y if residual is None else residual + y
+            out = ldm_boundary(
+                memory,
+                y,
+                self.ldm_parameters,
+                config,
+                norm_weight,
+                self.eps,
+                key_input=key_input,
+                residual=residual,
+                write=self.writes,
+            )
+        if keeps_input:
+            rest.insert(0, out.x)
+        memory = out.memory if self.writes else state[0]
+        return (memory, *rest), out.x, out.h, out.coefficients
