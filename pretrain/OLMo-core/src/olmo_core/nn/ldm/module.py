@@ -1,14 +1,17 @@
 """The boundary of Linear Depth Memory as a module: parameters, initialisation, state and choice of backend."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 
-from olmo_core.nn.depth.connection import DepthBoundary, State
+from olmo_core.nn.depth.connection import DepthBackend, DepthBoundary, State
 from olmo_core.nn.transformer.init import _apply_init
 
+from .backends import flexible
+from .backends.flexible.options import BoundaryOptions
 from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ class LDMBoundary(DepthBoundary):
                 if config.update == "delta":
                     self.w_beta = parameter(d)
                     self.b_beta = parameter(1)
+        self.options_code = BoundaryOptions.of(config, self.writes).code
         if init_device != "meta":
             self.reset_parameters()
 
@@ -95,9 +99,8 @@ class LDMBoundary(DepthBoundary):
             if slots == 1:
                 rates = torch.full((1,), SCALAR_FORGET_RATE, dtype=torch.float64)
             else:
-                rates = torch.logspace(
-                    *(math.log10(r) for r in FORGET_RATES), slots, dtype=torch.float64
-                )
+                first, last = (math.log10(r) for r in FORGET_RATES)
+                rates = torch.logspace(first, last, slots, dtype=torch.float64)
             # softplus(b) = rate
             start = torch.log(torch.expm1(rates)).to(torch.float32)
             _apply_init(lambda t: t.copy_(start), self.b_forget)
@@ -149,3 +152,57 @@ class LDMBoundary(DepthBoundary):
             rest.insert(0, out.x)
         memory = out.memory if self.writes else state[0]
         return (memory, *rest), out.x, out.h, out.coefficients
+
+    def backend_candidates(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> dict[DepthBackend, Callable[[], str | None]]:
+        return {
+            DepthBackend.flexible: lambda: flexible.unavailable(
+                device,
+                dtype,
+                self.d_model,
+                self.config.d_k,
+                interpreter=self.backend == DepthBackend.flexible,
+            ),
+            DepthBackend.reference: lambda: None,
+        }
+
+    def run_backend(
+        self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
+    ) -> tuple[State, torch.Tensor]:
+        if self.selected_backend != DepthBackend.flexible:
+            return super().run_backend(state, y, norm_weight)
+        from .backends.flexible import ops
+
+        config = self.config
+        keeps_input = config.key_source == "input"
+        keeps_residual = config.residual == "kept"
+        if self.is_first:
+            assert self.key_0 is not None
+            memory, x = ops.first_boundary(y, self.key_0, norm_weight, self.eps)
+            rest = [y] if keeps_residual else []
+        else:
+            memory, *carried = state
+            key_input = carried.pop(0) if keeps_input else None
+            residual = carried.pop(0) if keeps_residual else None
+            new_memory, x, new_residual = ops.boundary(
+                memory,
+                y,
+                self.ldm_parameters,
+                self.options_code,
+                norm_weight,
+                self.eps,
+                key_input=key_input if self.writes else None,
+                residual=residual,
+                pending=carried.pop(0) if self.has_pending else None,
+            )
+            if self.writes:
+                memory = new_memory
+            if residual is not None:
+                residual = new_residual if self.writes else residual
+            rest = [residual] if residual is not None else []
+            if not self.writes:
+                rest.append(y)
+        if keeps_input:
+            rest.insert(0, x)
+        return (memory, *rest), x
