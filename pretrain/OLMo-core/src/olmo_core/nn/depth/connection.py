@@ -183,7 +183,10 @@ class DepthBoundary(nn.Module):
         with torch.autocast(device_type=y.device.type, enabled=False):
             if _RECORDER is not None:
                 state, x, h, coefficients = self.reference(state, y, norm_weight)
-                _RECORDER.append(BoundaryRecord(self._index, h, coefficients))
+                # Copies: a static coefficient is the parameter itself, whose memory FSDP frees after the forward pass
+                # (a segmentation fault in the statistics of key_0, seen with two gloo processes).
+                copies = {name: c.clone() for name, c in coefficients.items()}
+                _RECORDER.append(BoundaryRecord(self._index, h, copies))
                 return state, x
             if self.selected_backend is None:
                 self.select_backend(y.device, y.dtype)

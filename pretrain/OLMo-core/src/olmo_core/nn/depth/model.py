@@ -20,6 +20,7 @@ from olmo_core.nn.transformer import (
 )
 from olmo_core.utils import mark_dynamic
 
+from .attention_cache import install_kv_cache
 from .block import (
     PP_ERROR,
     TP_ERROR,
@@ -72,15 +73,16 @@ class DepthTransformer(Transformer):
             eps=eps,
             init_device=init_device,
         )
+        install_kv_cache(self)
         self.metrics_interval = 0
         """Measure the depth connection on one sequence every this many training steps; 0 never does."""
         self._metrics_step = 0
         self._probe: torch.Tensor | None = None
+        self._selected_for: tuple[str, torch.dtype] | None = None
         # The base class cached these before the modules above existed.
         for name in ("num_params", "num_non_embedding_params"):
-            self.__dict__.pop(name, None)
-        self.num_params
-        self.num_non_embedding_params
+            del self.__dict__[name]
+            getattr(self, name)
 
     def boundaries(self) -> Iterator[DepthBoundary]:
         """All ``L + 1`` boundaries in order."""
@@ -130,6 +132,7 @@ class DepthTransformer(Transformer):
         if torch.is_autocast_enabled(y.device.type):
             y = y.to(torch.get_autocast_dtype(y.device.type))
 
+        self._select_backends(y)
         carry: tuple[torch.Tensor, ...] = (y,)
         for key, block in self.blocks.items():
             self._mark_dynamic(*carry)
@@ -142,6 +145,13 @@ class DepthTransformer(Transformer):
         if labels is not None:
             lm_head_kwargs["labels"] = labels
         return self.lm_head(x, **lm_head_kwargs)
+
+    def _select_backends(self, y: torch.Tensor) -> None:
+        # Here and not in the boundaries: in a compiled block the choice would break the graph and compile twice.
+        if self._selected_for != (y.device.type, y.dtype):
+            for boundary in self.boundaries():
+                boundary.select_backend(y.device, y.dtype)
+            self._selected_for = (y.device.type, y.dtype)
 
     def _mark_dynamic(self, *tensors: torch.Tensor) -> None:
         if self.compile_enabled:
