@@ -1,0 +1,73 @@
+"""Named experiments: a depth connection for each name, the base plus one override named for what it changes."""
+
+from collections.abc import Callable
+
+from config_utils.errors import UserError
+from config_utils.scales import Scale
+from olmo_core.nn.attnres import AttnResConfig
+from olmo_core.nn.depth import DepthConnectionConfig, PreLNConfig
+from olmo_core.nn.hyper_connections import HyperConnectionsConfig
+from olmo_core.nn.ldm import (
+    Forget,
+    ForgetGranularity,
+    KeyActivation,
+    KeySource,
+    LDMConfig,
+    QueryActivation,
+    QuerySource,
+    Residual,
+    Update,
+    WriteEvery,
+)
+
+_Factory = Callable[[Scale], DepthConnectionConfig]
+
+
+def _ldm(**override) -> _Factory:
+    return lambda scale: LDMConfig(**override)
+
+
+PAPER_METHODS: dict[str, _Factory] = {
+    "preln": lambda scale: PreLNConfig(),
+    "attnres_full": lambda scale: AttnResConfig(block_size=1),
+    "attnres_block": lambda scale: AttnResConfig(block_size=scale.attnres_block_size),
+    "mhc": lambda scale: HyperConnectionsConfig(),
+    "ldm": _ldm(),
+    "ldm_k4": _ldm(d_k=4),
+}
+"""The methods of the main runs."""
+
+ABLATIONS: dict[str, _Factory] = {
+    "ldm_k1": _ldm(d_k=1),
+    "ldm_k2": _ldm(d_k=2),
+    "ldm_k16": _ldm(d_k=16),
+    "delta_rule": _ldm(update=Update.delta),
+    "no_forget": _ldm(forget=Forget.none),
+    "static_forget": _ldm(forget=Forget.static),
+    "scalar_forget": _ldm(forget_granularity=ForgetGranularity.scalar),
+    "softmax_key": _ldm(key_activation=KeyActivation.softmax),
+    "linear_key": _ldm(key_activation=KeyActivation.none),
+    "input_key": _ldm(key_source=KeySource.input),
+    "static_key": _ldm(key_source=KeySource.static),
+    "output_query": _ldm(query_source=QuerySource.output),
+    "static_query": _ldm(query_source=QuerySource.static),
+    "sigmoid_query": _ldm(query_activation=QueryActivation.sigmoid),
+    "linear_query": _ldm(query_activation=QueryActivation.none),
+    "block_write": _ldm(write_every=WriteEvery.block),
+    "with_residual": _ldm(residual=Residual.kept),
+}
+"""The ablations of LDM: the default with one option changed."""
+
+ALL_METHODS = {**PAPER_METHODS, **ABLATIONS}
+
+
+def depth_connection(method: str, scale: Scale) -> DepthConnectionConfig:
+    """
+    :raises UserError: If there is no such method.
+    """
+    if method not in ALL_METHODS:
+        raise UserError(
+            f"unknown method '{method}': choose one of {', '.join(PAPER_METHODS)}, "
+            f"or an ablation: {', '.join(ABLATIONS)}"
+        )
+    return ALL_METHODS[method](scale)

@@ -1,0 +1,68 @@
+"""What a run was made with: code, versions and hardware."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def git_state() -> dict[str, Any]:
+    """The commit and whether the tree differs from it; ``None`` where there is no git."""
+
+    def git(*args: str) -> str | None:
+        try:
+            return subprocess.run(
+                ["git", *args], cwd=REPOSITORY, capture_output=True, text=True, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    # A machine that got a copy of the tree without its history can say the commit in the environment.
+    commit = git("rev-parse", "HEAD") or os.environ.get("DEPTH_MEMORY_COMMIT")
+    status = git("status", "--porcelain")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def versions() -> dict[str, str | None]:
+    names = ("torch", "triton", "ai2-olmo-core", "ai2-olmo-eval", "lm-eval", "fla-core")
+    out: dict[str, str | None] = {"python": platform.python_version()}
+    for name in names:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            out[name] = None
+    return out
+
+
+def hardware() -> dict[str, Any]:
+    import torch
+
+    out: dict[str, Any] = {"cpu_count": os.cpu_count(), "machine": platform.machine()}
+    if torch.cuda.is_available():
+        out["gpu"] = torch.cuda.get_device_name()
+        out["gpu_count"] = torch.cuda.device_count()
+        out["cuda"] = torch.version.cuda
+    return out
+
+
+def run_info() -> dict[str, Any]:
+    return {
+        "argv": sys.argv,
+        "git": git_state(),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
