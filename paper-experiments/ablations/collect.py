@@ -1,0 +1,236 @@
+"""
+Turns run folders into one JSON file each, and those into a table and a plot.
+
+    python paper-experiments/ablations/collect.py save RUN_FOLDER ... [--out DIR]   # results/<run>.json
+    python paper-experiments/ablations/collect.py table [--results DIR]              # table.md, loss.png beside the results
+
+The table groups runs by scale, steps, learning rate and variant: mean over seeds, its standard error, the difference to ``ldm``
+with its standard error (paired by seed where both have it), tokens per second and memory.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from config_utils.errors import UserError, run_cli
+
+RESULTS = Path(__file__).resolve().parent / "results"
+HELD_OUT, TRAIN = "eval/lm/held-out/CE loss", "train/CE loss"
+WARM_UP_STEPS = 20
+"""Steps left out of the speed: compilation and the allocator."""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def collect(run: Path) -> dict[str, Any]:
+    """
+    One run's result, from the run folder of ``launch.sh``.
+
+    :raises UserError: If the folder is no run, or the run has not finished.
+    """
+    metrics = read_lines(run / "metrics.jsonl")
+    starts = read_lines(run / "runs.jsonl")
+    configs = sorted(run.glob("step*/config.json"), key=lambda p: int(p.parent.name[4:]))
+    if not configs:
+        raise UserError(f"{run} has no checkpoint, so the run has not finished")
+    config = json.loads(configs[-1].read_text())
+    steps = config["trainer"]["max_duration"]["value"]
+    last = [m for m in metrics if m["step"] == steps and HELD_OUT in m]
+    if not last:
+        raise UserError(f"{run} has no held-out loss at step {steps}, so the run has not finished")
+    batch = config["data_loader"]["global_batch_size"]
+    timed = [m for m in metrics if m["step"] > WARM_UP_STEPS]
+    tps = [m["throughput/device/TPS"] for m in timed if "throughput/device/TPS" in m]
+    memory = [v for m in metrics for k, v in m.items() if k == "gpu_memory/GPU active mem (GiB)"]
+    reserved = [
+        v for m in metrics for k, v in m.items() if k == "gpu_memory/GPU reserved mem (GiB)"
+    ]
+    return {
+        "schema_version": 1,
+        "run": config["run_name"],
+        "scale": config["scale"],
+        "variant": config["method"],
+        "depth": config["model"]["block"]["depth"],
+        "learning_rate": config["train_module"]["optim"]["lr"],
+        "seed": config["seed"],
+        "steps": steps,
+        "tokens": steps * batch,
+        "heldout_loss_nats": last[-1][HELD_OUT],
+        "train_loss_last_nats": [m[TRAIN] for m in metrics if TRAIN in m][-1],
+        "tokens_per_s_per_gpu_median": statistics.median(tps) if tps else None,
+        "peak_active_memory_gib": max(memory, default=None),
+        "peak_reserved_memory_gib": max(reserved, default=None),
+        "curve": [
+            [m["step"], round(m[TRAIN], 4)] for m in metrics if TRAIN in m and m["step"] % 10 == 0
+        ],
+        "starts": starts,
+    }
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """The mean and its standard error; no error from a single value."""
+    if len(values) < 2:
+        return values[0], None
+    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, float | None]:
+    """``mean(a) - mean(b)`` and its standard error; over the seeds that both have, if there are two, else unpaired."""
+    shared = sorted(a.keys() & b.keys())
+    if len(shared) >= 2 or (shared and len(a) == len(b) == 1):
+        return mean_and_error([a[s] - b[s] for s in shared])
+    (mean_a, error_a), (mean_b, error_b) = (mean_and_error(list(x.values())) for x in (a, b))
+    error = None if error_a is None or error_b is None else math.hypot(error_a, error_b)
+    return mean_a - mean_b, error
+
+
+def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each scale, number of steps, learning rate and variant; best first."""
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for r in results:
+        groups[(r["scale"], r["steps"], r["learning_rate"], r["variant"])].append(r)
+    losses = {
+        key: {r["seed"]: r["heldout_loss_nats"] for r in group} for key, group in groups.items()
+    }
+    rows = []
+    for key, group in groups.items():
+        scale, steps, lr, variant = key
+        mean, error = mean_and_error(list(losses[key].values()))
+        base = losses.get((scale, steps, lr, "ldm"))
+        delta, delta_error = (None, None) if base is None else difference(losses[key], base)
+        speeds = [r["tokens_per_s_per_gpu_median"] for r in group]
+        rows.append(
+            {
+                "scale": scale,
+                "steps": steps,
+                "tokens": group[0]["tokens"],
+                "learning_rate": lr,
+                "variant": variant,
+                "seeds": len(losses[key]),
+                "heldout_loss_nats": mean,
+                "heldout_loss_standard_error": error,
+                "difference_to_ldm_nats": delta,
+                "difference_standard_error": delta_error,
+                "tokens_per_s_per_gpu": statistics.median(s for s in speeds if s)
+                if any(speeds)
+                else None,
+                "peak_active_memory_gib": max(
+                    (r["peak_active_memory_gib"] or 0 for r in group), default=None
+                ),
+            }
+        )
+    return sorted(
+        rows, key=lambda r: (r["scale"], r["steps"], r["learning_rate"], r["heldout_loss_nats"])
+    )
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    def with_error(value: float | None, error: float | None, sign: str = "") -> str:
+        if value is None:
+            return ""
+        return f"{value:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+    lines = [
+        "| scale | tokens | learning rate | variant | seeds | held-out loss (nats) | difference to ldm | tokens/s per GPU | memory (GiB) |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cells = (
+            r["scale"],
+            f"{r['tokens'] / 1e6:.0f}M",
+            f"{r['learning_rate']:g}",
+            r["variant"],
+            str(r["seeds"]),
+            with_error(r["heldout_loss_nats"], r["heldout_loss_standard_error"]),
+            with_error(r["difference_to_ldm_nats"], r["difference_standard_error"], "+"),
+            "" if r["tokens_per_s_per_gpu"] is None else f"{r['tokens_per_s_per_gpu'] / 1e3:.0f}k",
+            f"{r['peak_active_memory_gib']:.1f}" if r["peak_active_memory_gib"] else "",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for r in rows:
+        groups[(r["scale"], r["tokens"], r["learning_rate"])].append(r)
+    height = 1.2 + 0.3 * max(len(g) for g in groups.values())
+    figure, axes = plt.subplots(
+        1, len(groups), figsize=(5.5 * len(groups), height), layout="constrained", squeeze=False
+    )
+    for axis, ((scale, tokens, lr), group) in zip(axes[0], groups.items(), strict=True):
+        group = sorted(group, key=lambda r: -r["heldout_loss_nats"])
+        axis.errorbar(
+            [r["heldout_loss_nats"] for r in group],
+            range(len(group)),
+            xerr=[r["heldout_loss_standard_error"] or 0 for r in group],
+            fmt="o",
+            capsize=3,
+        )
+        axis.set_yticks(range(len(group)), [f"{r['variant']} ({r['seeds']})" for r in group])
+        axis.set(
+            xlabel="held-out loss (nats)", title=f"{scale}, {tokens / 1e6:.0f}M tokens, lr {lr:g}"
+        )
+        axis.grid(axis="x", alpha=0.3)
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    os.replace(temporary, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    save = commands.add_parser("save", help="run folders to JSON files")
+    save.add_argument("runs", type=Path, nargs="+")
+    save.add_argument("--out", type=Path, default=RESULTS)
+    table = commands.add_parser("table", help="JSON files to a table and a plot")
+    table.add_argument("--results", type=Path, default=RESULTS)
+    opts = parser.parse_args()
+    if opts.command == "save":
+        for run in opts.runs:
+            result = collect(run)
+            name = f"{result['run']}-steps{result['steps']}.json"
+            write(opts.out / name, json.dumps(result, indent=1) + "\n")
+            print(f"{name}: held-out {result['heldout_loss_nats']:.4f} nats")
+        return 0
+    files = sorted(opts.results.glob("*.json"))
+    if not files:
+        raise UserError(
+            f"{opts.results} holds no results: make some with 'collect.py save RUN_FOLDER'"
+        )
+    rows = summarise([json.loads(p.read_text()) for p in files])
+    text = markdown(rows)
+    write(opts.results / "table.md", text)
+    plot(rows, opts.results / "loss.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

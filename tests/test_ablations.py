@@ -1,0 +1,142 @@
+"""The ablation series: configs that are current, and the statistics of its table."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "paper-experiments" / "ablations"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"ablations_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+collect = load("collect")
+
+
+def test_configs_are_current():
+    generate = load("generate")
+    from config_utils.methods import ALL_METHODS
+
+    assert {p.stem for p in (FOLDER / "configs").glob("*.yaml")} == set(ALL_METHODS)
+    for variant in ALL_METHODS:
+        import yaml
+
+        assert yaml.safe_load(
+            (FOLDER / "configs" / f"{variant}.yaml").read_text()
+        ) == generate.config(variant)
+
+
+def test_readme_defines_every_variant():
+    from config_utils.methods import ALL_METHODS
+
+    text = (FOLDER / "README.md").read_text()
+    assert [v for v in ALL_METHODS if f"`{v}`" not in text] == []
+
+
+def result(variant: str, seed: int, loss: float, speed: float | None = 100.0) -> dict:
+    return {
+        "scale": "90m",
+        "steps": 400,
+        "tokens": 26_214_400,
+        "learning_rate": 0.002,
+        "variant": variant,
+        "seed": seed,
+        "heldout_loss_nats": loss,
+        "tokens_per_s_per_gpu_median": speed,
+        "peak_active_memory_gib": 10.0,
+    }
+
+
+def test_means_errors_and_paired_differences():
+    rows = collect.summarise(
+        [
+            *(result("ldm", s, x) for s, x in enumerate((4.0, 4.2, 4.4))),
+            *(result("preln", s, x) for s, x in enumerate((4.5, 4.7, 4.9))),
+            result("mhc", 0, 4.3),
+        ]
+    )
+    by_name = {r["variant"]: r for r in rows}
+    assert [r["variant"] for r in rows] == ["ldm", "mhc", "preln"]
+    assert by_name["ldm"]["heldout_loss_nats"] == pytest.approx(4.2)
+    # Standard deviation 0.2 over three seeds.
+    assert by_name["ldm"]["heldout_loss_standard_error"] == pytest.approx(0.2 / 3**0.5)
+    # Every seed differs by 0.5, so the paired error is zero although each mean's is not.
+    assert by_name["preln"]["difference_to_ldm_nats"] == pytest.approx(0.5)
+    assert by_name["preln"]["difference_standard_error"] == pytest.approx(0.0, abs=1e-12)
+    # One seed against the mean of three: no error can be given.
+    assert by_name["mhc"]["difference_to_ldm_nats"] == pytest.approx(0.1)
+    assert by_name["mhc"]["difference_standard_error"] is None
+    table = collect.markdown(rows)
+    assert "| preln | 3 | 4.700 ± 0.115 | +0.500 ± 0.000 | 0k | 10.0 |" in table
+
+
+def test_a_run_becomes_a_result(tmp_path):
+    run = tmp_path / "90m-ldm-lr2e-3-seed1"
+    (run / "step40").mkdir(parents=True)
+    config = {
+        "run_name": run.name,
+        "scale": "90m",
+        "method": "ldm",
+        "seed": 1,
+        "trainer": {"max_duration": {"value": 40}},
+        "data_loader": {"global_batch_size": 1000},
+        "train_module": {"optim": {"lr": 0.002}},
+        "model": {"block": {"depth": {"d_k": 8}}},
+    }
+    (run / "step40" / "config.json").write_text(json.dumps(config))
+    (run / "runs.jsonl").write_text(json.dumps({"git": {"commit": "abc"}}) + "\n")
+    lines = [
+        {"step": s, "train/CE loss": 10 - s / 10, "throughput/device/TPS": 5.0 if s <= 20 else 9.0}
+        for s in range(1, 41)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in lines))
+    with pytest.raises(collect.UserError, match="not finished"):
+        collect.collect(run)
+    with (run / "metrics.jsonl").open("a") as f:
+        f.write(json.dumps({"step": 40, "eval/lm/held-out/CE loss": 5.5}) + "\n")
+    out = collect.collect(run)
+    assert out["heldout_loss_nats"] == 5.5 and out["train_loss_last_nats"] == 6.0
+    assert out["tokens"] == 40_000 and out["tokens_per_s_per_gpu_median"] == 9.0
+    with pytest.raises(collect.UserError, match="not a run folder"):
+        collect.collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "needle"),
+    [
+        (("ldm",), {}, "need VARIANT GPU"),
+        (("huge", "b200"), {}, "unknown variant 'huge'"),
+        (("ldm", "b200"), {"SCALE": "1p5b"}, "unknown SCALE '1p5b'"),
+    ],
+)
+def test_bad_input(args, env, needle):
+    done = subprocess.run(
+        ["bash", str(FOLDER / "launch.sh"), *args],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and needle in done.stderr
+
+
+def test_dry_run_is_the_series_recipe():
+    done = subprocess.run(
+        ["bash", str(FOLDER / "launch.sh"), "softmax_key", "b200"],
+        env={**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "400m softmax_key 0.001 --gpu b200" in done.stdout
+    assert "      key_activation: softmax" in done.stdout and "value: 14305" in done.stdout
