@@ -30,9 +30,7 @@ from data_utils.shards import read_corpus
 from eval.checkpoint import load_checkpoint
 from olmo_core.nn.depth import retrieval_map
 
-NOTE = (
-    "This run shows that the pipeline works. It ranks nothing: the models are tiny, trained for minutes, on one seed."
-)
+NOTE = "This run shows that the pipeline works. It ranks nothing: the models are tiny, trained for minutes, on one seed."
 TRAIN_LOSS, HELD_OUT_LOSS = "train/CE loss", "eval/lm/held-out/CE loss"
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn as nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -158,7 +159,7 @@ def shard_fp32(
     Give boundaries that keep FP32 parameters one FSDP2 unit of their own, without any cast. One unit for both
     boundaries of a block: they cost one extra collective a block instead of two.
     """
-    with_parameters = [b for b in boundaries if any(True for _ in b.parameters())]
+    with_parameters: list[nn.Module] = [b for b in boundaries if any(True for _ in b.parameters())]
     if keeps_fp32 and with_parameters:
         fully_shard(
             with_parameters,

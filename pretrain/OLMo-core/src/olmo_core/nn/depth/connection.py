@@ -230,7 +230,7 @@ def resolve_backend(
                 f"backend '{requested}' cannot run for {owner}: {reason}; choose another one or 'auto'"
             )
         return requested
-    refusals = []
+    refusals: list[str] = []
     for backend, check in candidates.items():
         reason = check()
         if reason is None:
