@@ -8,11 +8,20 @@ over slots needs no exchange. ``VEC`` caps the elements of a thread's load so th
 
 Layouts in memory (row-major)::
 
-    memory          [M, K, D]      weights        [ROWS, D]    all maps transposed, FP32; rows by map
-    y, x, ...       [M, D]         saved          [M, ROWS + 4] FP32: products W v before the bias, then the four
-    norm_weight     [D]                            reciprocal RMS of y, key_input, slot mean and h
+    memory          [M, K, D]
+    y, x, ...       [M, D]
+    packed          [ROWS, D] all maps transposed, rows by map; the norm's gain [D]; [BIASES] the biases of query, key,
+                    forget and beta, padded to a multiple of 4; then [M, ROWS + 4] products W v before the bias, and
+                    the reciprocal RMS of y, key_input, slot mean and h
+    scratch         [programs, D + BIASES] sums of each program for the gain and the biases; then [splits, D, ROWS] sums
+                    for the maps; then [M, ROWS] dz * rstd of the source, so that dW = source^T of it
+    d_parameters    the maps' gradients in the order of their rows, each [D, N]; then the gain's [D]; then the biases'
 
-A map that the options leave out has no rows; its ``*_ROW`` is then meaningless. All arithmetic is FP32.
+The last three are FP32 and one allocation each, since every tensor of a launch costs the host about 2 us and an
+allocation 4. A map that
+the options leave out has no rows; its ``*_ROW`` is then meaningless and its ``*_N`` 0. All arithmetic is FP32.
+Counts of tokens, programs and splits are not specialised on: one compiled kernel serves all of them, which the
+launcher relies on.
 """
 
 import triton
@@ -103,30 +112,25 @@ def query_activation_backward(dq, q, ACTIVATION: tl.constexpr):
         return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def boundary_forward_kernel(
     memory,  # [M, K, D]
     y,  # [M, D]
     key_input,  # [M, D] or None
     residual,  # [M, D] or None
     pending,  # [M, D] or None: added to y first
-    weights,  # [ROWS, D] or None
-    b_key,
-    b_query,
-    b_forget,
-    b_beta,
-    norm_weight,  # [D]
+    packed,
     memory_out,  # [M, K, D] or None: a boundary that only reads
     x,  # [M, D]
     residual_out,  # [M, D] or None
     y_out,  # [M, D] or None: pending + y
-    saved,  # [M, ROWS + 4]
     n_tokens,
     eps,
     D: tl.constexpr,
     K: tl.constexpr,
     GATES: tl.constexpr,  # forget gates: K or 1
     ROWS: tl.constexpr,
+    BIASES: tl.constexpr,
     FORGET_ROW: tl.constexpr,
     BETA_ROW: tl.constexpr,
     KEY_ROW: tl.constexpr,
@@ -152,6 +156,13 @@ def boundary_forward_kernel(
     slot = tl.arange(0, K)
     tile = tok[None, :, None] * (K * D) + (slot[:, None, None] * D + dd[None, None, :])
     COLUMNS: tl.constexpr = ROWS + 4
+    weights = packed
+    norm_weight = packed + ROWS * D
+    b_query = norm_weight + D
+    b_key = b_query + K
+    b_forget = b_key + K
+    b_beta = b_forget + GATES
+    saved = b_query + BIASES
 
     v = tl.load(y + row, mask=mask, other=0.0).to(tl.float32)
     S = tl.load(memory + tile, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -226,19 +237,13 @@ def boundary_forward_kernel(
     tl.store(x + row, h * rstd_h[:, :, None] * gain[None, None, :], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits"])
 def boundary_backward_kernel(
     memory,  # [M, K, D]
     y,  # [M, D]: with what was pending
     key_input,  # [M, D] or None
     residual,  # [M, D] or None: the new one at a boundary that writes, else the old one
-    weights,  # [ROWS, D] or None
-    b_key,
-    b_query,
-    b_forget,
-    b_beta,
-    norm_weight,  # [D]
-    saved,  # [M, ROWS + 4]
+    packed,
     d_memory_out,  # [M, K, D] or None: not used
     d_x,  # [M, D]
     d_residual_out,  # [M, D] or None
@@ -247,11 +252,10 @@ def boundary_backward_kernel(
     d_key_input,  # [M, D] or None
     d_residual,  # [M, D] or None
     slot_mean,  # [M, D] or None: written for the gradient of w_query
-    d_products,  # [M, ROWS] or None: dz * rstd of its source, so that dW = source^T d_products
-    d_norm_weight,  # [programs, D]
-    d_bias,  # [programs, BIASES]
+    scratch,
     n_tokens,
     n_programs,
+    n_splits,
     D: tl.constexpr,
     K: tl.constexpr,
     GATES: tl.constexpr,
@@ -283,6 +287,14 @@ def boundary_backward_kernel(
     dd = width_offsets(BD, VEC)
     slot = tl.arange(0, K)
     COLUMNS: tl.constexpr = ROWS + 4
+    weights = packed
+    norm_weight = packed + ROWS * D
+    b_query = norm_weight + D
+    b_key = b_query + K
+    b_forget = b_key + K
+    b_beta = b_forget + GATES
+    saved = b_query + BIASES
+    d_products = scratch + n_programs * (D + BIASES) + n_splits * (D * ROWS)
     gain = tl.load(norm_weight + dd, mask=dd < D, other=0.0).to(tl.float32)[None, None, :]
     d_gain = tl.zeros([1, BT, BD], tl.float32)
     d_b_query = tl.zeros([K, BT], tl.float32)
@@ -466,19 +478,19 @@ def boundary_backward_kernel(
             dy += dh
         tl.store(d_y + row, dy, mask=mask)
 
-    tl.store(d_norm_weight + pid * D + dd, tl.sum(tl.sum(d_gain, axis=1), axis=0), mask=dd < D)
-    # The biases in the order query, key, forget, beta.
-    out = d_bias + pid * BIASES
+    out = scratch + pid * (D + BIASES)
+    tl.store(out + dd, tl.sum(tl.sum(d_gain, axis=1), axis=0), mask=dd < D)
+    out += D
     tl.store(out + slot, tl.sum(d_b_query, axis=1))
     if WRITE:
         tl.store(out + K + slot, tl.sum(d_b_key, axis=1))
         if FORGET != "none":
             tl.store(out + 2 * K + tl.arange(0, GATES), tl.sum(d_b_forget, axis=1))
         if DELTA:
-            tl.store(out + BIASES - 1 + tl.arange(0, 1), tl.sum(d_b_beta, axis=1))
+            tl.store(out + 2 * K + GATES + tl.arange(0, 1), tl.sum(d_b_beta, axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def first_forward_kernel(
     y,  # [M, D]
     key_0,  # [K]
@@ -508,7 +520,7 @@ def first_forward_kernel(
     tl.store(x + row, v * rstd_y[:, :, None] * gain[None, None, :], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "n_programs"])
 def first_backward_kernel(
     y,  # [M, D]
     key_0,  # [K]
@@ -517,12 +529,12 @@ def first_backward_kernel(
     d_memory,  # [M, K, D] or None
     d_x,  # [M, D]
     d_y,  # [M, D]
-    d_norm_weight,  # [programs, D]
-    d_bias,  # [programs, K]: of key_0
+    scratch,  # key_0 in the place of the query's bias
     n_tokens,
     n_programs,
     D: tl.constexpr,
     K: tl.constexpr,
+    BIASES: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     VEC: tl.constexpr,
@@ -552,8 +564,9 @@ def first_backward_kernel(
             dy += tl.sum(k[:, :, None] * G, axis=0)[None, :, :]
             d_key += tl.sum(v * G, axis=2)
         tl.store(d_y + row, dy, mask=mask)
-    tl.store(d_norm_weight + pid * D + dd, tl.sum(tl.sum(d_gain, axis=1), axis=0), mask=dd < D)
-    tl.store(d_bias + pid * K + slot, tl.sum(d_key, axis=1))
+    out = scratch + pid * (D + BIASES)
+    tl.store(out + dd, tl.sum(tl.sum(d_gain, axis=1), axis=0), mask=dd < D)
+    tl.store(out + D + slot, tl.sum(d_key, axis=1))
 
 
 @triton.jit
@@ -565,50 +578,76 @@ def pack_map(w, weights, dd, ROW: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
+def pack_bias(bias, packed, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(packed + n, tl.load(bias + n).to(tl.float32))
+
+
+@triton.jit
 def pack_kernel(
     w_forget,  # [D, GATES] or None
     w_beta,  # [D] or None
     w_key,  # [D, K] or None
     w_query,  # [D, K] or None
-    weights,  # [ROWS, D]
+    norm_weight,  # [D]
+    b_query,  # [K]
+    b_key,  # [K] or None
+    b_forget,  # [GATES] or None
+    b_beta,  # [1] or None
+    packed,
     D: tl.constexpr,
     K: tl.constexpr,
     GATES: tl.constexpr,
+    ROWS: tl.constexpr,
     FORGET_ROW: tl.constexpr,
     BETA_ROW: tl.constexpr,
     KEY_ROW: tl.constexpr,
     QUERY_ROW: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """All maps transposed, so that the boundary reads rows of them: 16 bytes for each thread."""
+    """
+    All parameters as FP32, the maps transposed, so that the boundary reads rows of them: 16 bytes for each thread.
+    """
     dd = tl.program_id(0) * BD + tl.arange(0, BD)
     if w_forget is not None:
-        pack_map(w_forget, weights, dd, FORGET_ROW, GATES, D)
+        pack_map(w_forget, packed, dd, FORGET_ROW, GATES, D)
     if w_beta is not None:
-        pack_map(w_beta, weights, dd, BETA_ROW, 1, D)
+        pack_map(w_beta, packed, dd, BETA_ROW, 1, D)
     if w_key is not None:
-        pack_map(w_key, weights, dd, KEY_ROW, K, D)
+        pack_map(w_key, packed, dd, KEY_ROW, K, D)
     if w_query is not None:
-        pack_map(w_query, weights, dd, QUERY_ROW, K, D)
+        pack_map(w_query, packed, dd, QUERY_ROW, K, D)
+    packed += ROWS * D
+    gain = tl.load(norm_weight + dd, mask=dd < D, other=0.0).to(tl.float32)
+    tl.store(packed + dd, gain, mask=dd < D)
+    packed += D
+    if tl.program_id(0) == 0:
+        pack_bias(b_query, packed, K)
+        if b_key is not None:
+            pack_bias(b_key, packed + K, K)
+        if b_forget is not None:
+            pack_bias(b_forget, packed + 2 * K, GATES)
+        if b_beta is not None:
+            pack_bias(b_beta, packed + 2 * K + GATES, 1)
 
 
 @triton.jit
-def map_gradient_kernel(
-    source,  # [M, D]
-    d_products,  # [M, ROWS]
-    partial,  # [splits, D, ROWS]
+def map_gradient(
+    source,
+    d_products,
+    partial,
     n_tokens,
     tokens_per_split,
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    ROW: tl.constexpr,  # the maps of this source are rows ROW .. ROW + N - 1
+    ROW: tl.constexpr,
     N: tl.constexpr,
-    SPLIT: tl.constexpr,  # BF16 products of d_products in two terms, instead of TF32x3 ones
-    BN: tl.constexpr,  # power of two >= max(N, 16)
+    SPLIT: tl.constexpr,
+    BN: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """``source^T d_products`` over one split of the tokens, in FP32 whatever the dtype of the source."""
+    """The maps of one source: rows ``ROW .. ROW + N - 1``."""
     split = tl.program_id(1).to(tl.int64)
     dd = tl.program_id(0) * BD + tl.arange(0, BD)
     n = tl.arange(0, BN)
@@ -642,42 +681,80 @@ def map_gradient_kernel(
     )
 
 
-@triton.jit
-def store_map(d_w, acc, dd, r, ROW: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
-    mask = (dd < D)[:, None] & ((r >= ROW) & (r < ROW + N))[None, :]
-    tl.store(d_w + dd[:, None] * N + (r - ROW)[None, :], acc, mask=mask)
-
-
-@triton.jit
-def store_bias(d_b, acc, r, ROW: tl.constexpr, N: tl.constexpr):
-    tl.store(d_b + r - ROW, acc, mask=(r >= ROW) & (r < ROW + N))
-
-
-@triton.jit
-def finish_kernel(
-    partial,  # [splits, D, ROWS] or None
-    partial_norm_weight,  # [programs, D]
-    partial_bias,  # [programs, BIASES]
-    d_w_forget,  # [D, GATES] or None
-    d_w_beta,  # [D] or None
-    d_w_key,  # [D, K] or None
-    d_w_query,  # [D, K] or None
-    d_norm_weight,  # [D]
-    d_b_query,  # [K]; at the first boundary, of key_0
-    d_b_key,  # [K] or None
-    d_b_forget,  # [GATES] or None
-    d_b_beta,  # [1] or None
-    splits,
-    programs,
+@triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits", "tokens_per_split"])
+def map_gradient_kernel(
+    y,  # [M, D]
+    key_input,  # [M, D] or None
+    scratch,
+    slot_mean,  # [M, D] or None
+    n_tokens,
+    n_programs,
+    n_splits,
+    tokens_per_split,
     D: tl.constexpr,
-    K: tl.constexpr,
-    GATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIASES: tl.constexpr,
+    OUTPUT_ROW: tl.constexpr,
+    OUTPUT_N: tl.constexpr,
+    INPUT_ROW: tl.constexpr,
+    INPUT_N: tl.constexpr,
+    MEMORY_ROW: tl.constexpr,
+    MEMORY_N: tl.constexpr,
+    SPLIT: tl.constexpr,  # BF16 products of dz in two terms, instead of TF32x3 ones
+    BN: tl.constexpr,  # power of two >= 16 and the rows of each source
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """
+    ``source^T d_products`` over one split of the tokens, in FP32 whatever the dtype of the source. The last axis of the
+    grid is the source, of those that have maps.
+    """
+    partial = scratch + n_programs * (D + BIASES)
+    d_products = partial + n_splits * (D * ROWS)
+    group = tl.program_id(2)
+    if OUTPUT_N > 0:
+        if group == 0:
+            map_gradient(
+                y, d_products, partial, n_tokens, tokens_per_split,
+                D, ROWS, OUTPUT_ROW, OUTPUT_N, SPLIT, BN, BM, BD,
+            )  # fmt: skip
+    if INPUT_N > 0:
+        if group == (1 if OUTPUT_N > 0 else 0):
+            map_gradient(
+                key_input, d_products, partial, n_tokens, tokens_per_split,
+                D, ROWS, INPUT_ROW, INPUT_N, SPLIT, BN, BM, BD,
+            )  # fmt: skip
+    if MEMORY_N > 0:
+        if group == tl.num_programs(2) - 1:
+            map_gradient(
+                slot_mean, d_products, partial, n_tokens, tokens_per_split,
+                D, ROWS, MEMORY_ROW, MEMORY_N, SPLIT, BN, BM, BD,
+            )  # fmt: skip
+
+
+@triton.jit
+def store_map(d_parameters, acc, dd, r, ROW: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+    mask = (dd < D)[:, None] & ((r >= ROW) & (r < ROW + N))[None, :]
+    tl.store(d_parameters + ROW * D + dd[:, None] * N + (r - ROW)[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_programs", "n_splits"])
+def finish_kernel(
+    scratch,
+    d_parameters,
+    n_programs,
+    n_splits,
+    D: tl.constexpr,
     ROWS: tl.constexpr,
     BIASES: tl.constexpr,
     FORGET_ROW: tl.constexpr,
+    FORGET_N: tl.constexpr,
     BETA_ROW: tl.constexpr,
+    BETA_N: tl.constexpr,
     KEY_ROW: tl.constexpr,
+    KEY_N: tl.constexpr,
     QUERY_ROW: tl.constexpr,
+    QUERY_N: tl.constexpr,
     BR: tl.constexpr,  # power of two >= ROWS
     BB: tl.constexpr,  # power of two >= BIASES
     BP: tl.constexpr,
@@ -686,48 +763,42 @@ def finish_kernel(
     """Sum what splits and programs left, in a fixed order, into the parameters' gradients."""
     pid = tl.program_id(0)
     dd = pid * BD + tl.arange(0, BD)
-    if partial is not None:
+    if ROWS > 0:
+        partial = scratch + n_programs * (D + BIASES)
         r = tl.arange(0, BR)
         acc = tl.zeros([BD, BR], tl.float32)
         mask = (dd < D)[:, None] & (r < ROWS)[None, :]
-        for split in range(splits):
+        for split in range(n_splits):
             acc += tl.load(
                 partial + (split * D + dd[:, None]) * ROWS + r[None, :], mask=mask, other=0.0
             )
-        if d_w_forget is not None:
-            store_map(d_w_forget, acc, dd, r, FORGET_ROW, GATES, D)
-        if d_w_beta is not None:
-            store_map(d_w_beta, acc, dd, r, BETA_ROW, 1, D)
-        if d_w_key is not None:
-            store_map(d_w_key, acc, dd, r, KEY_ROW, K, D)
-        if d_w_query is not None:
-            store_map(d_w_query, acc, dd, r, QUERY_ROW, K, D)
+        if FORGET_N > 0:
+            store_map(d_parameters, acc, dd, r, FORGET_ROW, FORGET_N, D)
+        if BETA_N > 0:
+            store_map(d_parameters, acc, dd, r, BETA_ROW, BETA_N, D)
+        if KEY_N > 0:
+            store_map(d_parameters, acc, dd, r, KEY_ROW, KEY_N, D)
+        if QUERY_N > 0:
+            store_map(d_parameters, acc, dd, r, QUERY_ROW, QUERY_N, D)
 
     gain = tl.zeros([BP, BD], tl.float32)
-    for start in range(0, programs, BP):
+    for start in range(0, n_programs, BP):
         p = start + tl.arange(0, BP)
         gain += tl.load(
-            partial_norm_weight + p[:, None] * D + dd[None, :],
-            mask=(p < programs)[:, None] & (dd < D)[None, :],
+            scratch + p[:, None] * (D + BIASES) + dd[None, :],
+            mask=(p < n_programs)[:, None] & (dd < D)[None, :],
             other=0.0,
         )
-    tl.store(d_norm_weight + dd, tl.sum(gain, axis=0), mask=dd < D)
+    tl.store(d_parameters + ROWS * D + dd, tl.sum(gain, axis=0), mask=dd < D)
 
     if pid == 0:
-        r = tl.arange(0, BB)
+        b = tl.arange(0, BB)
         sums = tl.zeros([BP, BB], tl.float32)
-        for start in range(0, programs, BP):
+        for start in range(0, n_programs, BP):
             p = start + tl.arange(0, BP)
             sums += tl.load(
-                partial_bias + p[:, None] * BIASES + r[None, :],
-                mask=(p < programs)[:, None] & (r < BIASES)[None, :],
+                scratch + p[:, None] * (D + BIASES) + D + b[None, :],
+                mask=(p < n_programs)[:, None] & (b < BIASES)[None, :],
                 other=0.0,
             )
-        bias = tl.sum(sums, axis=0)
-        store_bias(d_b_query, bias, r, 0, K)
-        if d_b_key is not None:
-            store_bias(d_b_key, bias, r, K, K)
-        if d_b_forget is not None:
-            store_bias(d_b_forget, bias, r, 2 * K, GATES)
-        if d_b_beta is not None:
-            store_bias(d_b_beta, bias, r, BIASES - 1, 1)
+        tl.store(d_parameters + (ROWS + 1) * D + b, tl.sum(sums, axis=0), mask=b < BIASES)

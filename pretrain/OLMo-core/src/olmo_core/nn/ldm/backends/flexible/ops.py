@@ -1,8 +1,10 @@
 """
-Launch functions, torch ops and public functions of the ``flexible`` backend. Importing this module needs Triton.
+Launch functions, torch ops, autograd and public functions of the ``flexible`` backend. Importing this module needs
+Triton.
 
-In this order: launches (tensors in, tensors out), ops with fakes and autograd, public
-functions.
+Two ways lead to the same launches. Traced code (``torch.compile``, export, fake tensors, selective checkpointing) sees torch
+ops. Eager code takes an :class:`torch.autograd.Function`: the dispatcher and the Python autograd of an op cost the host
+several times what the launches do, and a model has a boundary for each sublayer.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import LDMParameters
 from . import kernels
@@ -22,34 +24,218 @@ from .launch_table import (
     next_power_of_2,
     vector,
 )
-from .options import MAPS, BoundaryOptions
+from .launcher import Launcher
+from .options import BoundaryOptions
 
 Tensor = torch.Tensor
 
-# Launches.
+# Plans: all that does not change between calls.
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
+def _multiprocessors(device: int) -> int:
+    if device < 0:
         return 1  # the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
+_NOWHERE = contextlib.nullcontext()
+
+
+def _on(device: int) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if device < 0 or device == torch.cuda.current_device():
+        return _NOWHERE
     return torch.cuda.device(device)
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [t if t is None else t.contiguous() for t in tensors]
+class _Forward:
+    """Launches of one kind of boundary."""
+
+    def __init__(self, options: str, d: int, device: int):
+        o = self.options = BoundaryOptions.decode(options)
+        launch = forward_launch(d, o.d_k, "cpu" if device < 0 else "cuda")
+        self.tokens = launch.tokens
+        self.pack_grid = (_ceil_div(d, 64), 1, 1)
+        self.pack = Launcher(kernels.pack_kernel, {"D": d, "BD": 64, **o.constants}, num_warps=4)
+        shared = {
+            "D": d,
+            "BT": launch.tokens,
+            "BD": next_power_of_2(d),
+            "VEC": vector(launch, d),
+            **o.constants,
+        }
+        self.boundary, self.boundary_pending = (
+            Launcher(
+                kernels.boundary_forward_kernel,
+                {**shared, "PENDING": p},
+                num_warps=launch.warps,
+                maxnreg=launch.registers,
+            )
+            for p in (False, True)
+        )
 
 
-def _none(like: Tensor) -> Tensor:
-    """What an op returns where the options leave an output out; an op cannot return None."""
-    return like.new_empty(0)
+class _Partials:
+    """Sizes of the scratch memory of one backward."""
+
+    def __init__(self, plan: "_Backward | _FirstBackward", n_tokens: int):
+        o, d = plan.options, plan.d
+        self.programs = min(_ceil_div(n_tokens, plan.tokens), plan.max_programs)
+        self.grid = (self.programs, 1, 1)
+        self.splits = self.tokens_per_split = 0
+        if o.n_rows:
+            maps = plan.maps
+            splits = min(_ceil_div(n_tokens, maps.tokens), plan.max_splits)
+            steps = _ceil_div(_ceil_div(n_tokens, splits), maps.tokens)
+            self.tokens_per_split = steps * maps.tokens
+            self.splits = _ceil_div(n_tokens, self.tokens_per_split)
+        self.maps_grid = (_ceil_div(d, plan.maps.width), self.splits, len(o.groups))
+        self.elements = (
+            self.programs * (d + o.n_biases) + self.splits * d * o.n_rows + n_tokens * o.n_rows
+        )
+
+
+class _Backward:
+    def __init__(self, options: BoundaryOptions, d: int, device: int, launch, maps_split: bool):
+        o = self.options = options
+        self.d = d
+        self.tokens = launch.tokens
+        self.max_programs = _multiprocessors(device) * launch.programs_per_sm
+        maps = self.maps = map_gradient_launch(d)
+        self.max_splits = max(1, 2 * _multiprocessors(device) // _ceil_div(d, maps.width))
+        self.partials: dict[int, _Partials] = {}
+        constants = {
+            "D": d,
+            "BT": launch.tokens,
+            "BD": next_power_of_2(d),
+            "VEC": vector(launch, d),
+            "STAGES": launch.stages,
+            "RELOAD": launch.reload,
+            **o.constants,
+        }
+        self.boundary = self._boundary(constants, launch)
+        groups = {
+            f"{source.upper()}_{name}": o.groups.get(source, (0, 0))[i]
+            for source in ("output", "input", "memory")
+            for i, name in enumerate(("ROW", "N"))
+        }
+        widest = max((n for _, n in o.groups.values()), default=0)
+        self.map_gradient = Launcher(
+            kernels.map_gradient_kernel,
+            {
+                **o.constants,
+                **groups,
+                "D": d,
+                "SPLIT": maps_split,
+                "BN": max(16, next_power_of_2(max(1, widest))),
+                "BM": maps.tokens,
+                "BD": maps.width,
+            },
+            num_warps=maps.warps,
+            num_stages=maps.stages,
+        )
+        self.finish_grid = (_ceil_div(d, 32), 1, 1)
+        self.finish = Launcher(
+            kernels.finish_kernel,
+            {
+                **o.constants,
+                "D": d,
+                "BR": next_power_of_2(max(1, o.n_rows)),
+                "BB": next_power_of_2(o.n_biases),
+                "BP": 32,
+                "BD": 32,
+            },
+            num_warps=4,
+        )
+
+    def _boundary(self, constants: dict[str, Any], launch) -> Launcher:
+        return Launcher(
+            kernels.boundary_backward_kernel,
+            constants,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+
+    def sizes(self, n_tokens: int) -> _Partials:
+        found = self.partials.get(n_tokens)
+        if found is None:
+            found = self.partials[n_tokens] = _Partials(self, n_tokens)
+        return found
+
+
+class _FirstBackward(_Backward):
+    def _boundary(self, constants: dict[str, Any], launch) -> Launcher:
+        return Launcher(kernels.first_backward_kernel, constants, num_warps=launch.warps)
+
+
+@cache
+def _forward_plan(options: str, d: int, device: int) -> _Forward:
+    return _Forward(options, d, device)
+
+
+@cache
+def _backward_plan(options: str, d: int, device: int, dtype: torch.dtype) -> _Backward:
+    o = BoundaryOptions.decode(options)
+    launch = backward_launch(d, o.d_k, "cpu" if device < 0 else "cuda")
+    # The interpreter multiplies the bits of BF16 numbers.
+    split = dtype == torch.bfloat16 and device >= 0
+    return _Backward(o, d, device, launch, split)
+
+
+@cache
+def _first_forward_plan(d: int, d_k: int, device: int) -> tuple[int, Launcher]:
+    launch = first_launch(d, d_k, "cpu" if device < 0 else "cuda")
+    constants = {
+        "D": d,
+        "K": d_k,
+        "BT": launch.tokens,
+        "BD": next_power_of_2(d),
+        "VEC": vector(launch, d),
+    }
+    return launch.tokens, Launcher(kernels.first_forward_kernel, constants, num_warps=launch.warps)
+
+
+@cache
+def _first_options(d_k: int) -> BoundaryOptions:
+    """Without maps; ``key_0`` stands in the place of the query's bias."""
+    return BoundaryOptions(
+        d_k, "none", "static", "static", "none", "none", d_k, False, False, False
+    )
+
+
+@cache
+def _first_backward_plan(d: int, d_k: int, device: int) -> _FirstBackward:
+    launch = first_launch(d, d_k, "cpu" if device < 0 else "cuda")
+    return _FirstBackward(_first_options(d_k), d, device, launch, False)
+
+
+def forget_plans() -> None:
+    """Take changes of the launch table into account."""
+    for plan in (_forward_plan, _backward_plan, _first_forward_plan, _first_backward_plan):
+        plan.cache_clear()
+
+
+# Launches: tensors in, tensors out.
+
+
+def _forward_outputs(o, memory, y, pending):
+    d = y.shape[-1]
+    n_tokens = y.numel() // d
+    shape = y.shape
+    return (
+        y.new_empty(memory.shape) if o.write else None,
+        y.new_empty(shape),
+        y.new_empty(shape) if o.write and o.residual else None,
+        y.new_empty(shape) if pending is not None else None,
+        y.new_empty(
+            (o.n_rows + 1) * d + o.n_biases + n_tokens * (o.n_rows + 4), dtype=torch.float32
+        ),
+    )
 
 
 def _launch_forward(
@@ -69,98 +255,37 @@ def _launch_forward(
     norm_weight: Tensor,
     eps: float,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    o = BoundaryOptions.decode(options)
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """
+    :returns: The new memory, ``x``, the new residual, ``pending + y`` (``None`` where the options leave one out), and
+        the packed parameters with the saved products.
+    """
     d = y.shape[-1]
+    device = y.get_device()
+    plan = _forward_plan(options, d, device)
+    memory_out, x, residual_out, y_out, packed = out = _forward_outputs(
+        plan.options, memory, y, pending
+    )
     n_tokens = y.numel() // d
-    memory_out, x, residual_out, y_out, saved, weights = _fake_forward(
-        memory, y, key_input, residual, pending, w_key, b_key, w_query, b_query, w_forget, b_forget,
-        w_beta, b_beta, norm_weight, eps, options,
-    )  # fmt: skip
     if n_tokens == 0:
-        return memory_out, x, residual_out, y_out, saved, weights
-    launch = forward_launch(d, o.d_k, y.device.type)
-    with _on(y.device):
-        if o.n_rows:
-            kernels.pack_kernel[(triton.cdiv(d, 64),)](
-                *_contiguous(w_forget, w_beta, w_key, w_query),
-                weights,
-                D=d,
-                K=o.d_k,
-                GATES=o.gates,
-                **o.rows,
-                BD=64,
-                num_warps=4,
-            )
-        kernels.boundary_forward_kernel[(triton.cdiv(n_tokens, launch.tokens),)](
-            *_contiguous(memory, y, key_input, residual, pending),
-            weights if o.n_rows else None,
-            *_contiguous(b_key, b_query, b_forget, b_beta, norm_weight),
-            memory_out if o.write else None,
-            x,
-            residual_out if o.write and o.residual else None,
-            y_out if pending is not None else None,
-            saved,
+        return out
+    with _on(device):
+        plan.pack(
+            plan.pack_grid,
+            (
+                w_forget, w_beta, w_key, w_query, norm_weight, b_query, b_key, b_forget, b_beta,
+            ),
+            (packed,),
+        )  # fmt: skip
+        launcher = plan.boundary if pending is None else plan.boundary_pending
+        launcher(
+            (_ceil_div(n_tokens, plan.tokens), 1, 1),
+            (memory, y, key_input, residual, pending),
+            (packed, memory_out, x, residual_out, y_out),
             n_tokens,
             eps,
-            D=d,
-            **o.constants,
-            PENDING=pending is not None,
-            BT=launch.tokens,
-            BD=next_power_of_2(d),
-            VEC=vector(launch, d),
-            num_warps=launch.warps,
         )
-    return memory_out, x, residual_out, y_out, saved, weights
-
-
-def _fake_forward(
-    memory, y, key_input, residual, pending, w_key, b_key, w_query, b_query, w_forget, b_forget,
-    w_beta, b_beta, norm_weight, eps, options,
-):  # fmt: skip
-    o = BoundaryOptions.decode(options)
-    lead = y.shape[:-1]
-    return (
-        y.new_empty(memory.shape) if o.write else _none(y),
-        y.new_empty(y.shape),
-        y.new_empty(y.shape) if o.write and o.residual else _none(y),
-        y.new_empty(y.shape) if pending is not None else _none(y),
-        y.new_empty((*lead, o.n_rows + 4), dtype=torch.float32),
-        y.new_empty((o.n_rows, y.shape[-1]), dtype=torch.float32),
-    )
-
-
-def _launch_finish(
-    o: BoundaryOptions,
-    partial: Tensor | None,
-    partial_norm_weight: Tensor,
-    partial_bias: Tensor,
-    d_maps: dict[str, Tensor],
-    d_biases: dict[str, Tensor],
-    d_norm_weight: Tensor,
-) -> None:
-    d = d_norm_weight.shape[0]
-    kernels.finish_kernel[(triton.cdiv(d, 32),)](
-        partial,
-        partial_norm_weight,
-        partial_bias,
-        *(d_maps.get(name) for name in MAPS),
-        d_norm_weight,
-        *(d_biases.get(name) for name in ("query", "key", "forget", "beta")),
-        0 if partial is None else partial.shape[0],
-        partial_bias.shape[0],
-        D=d,
-        K=o.d_k,
-        GATES=o.gates,
-        ROWS=o.n_rows,
-        BIASES=partial_bias.shape[1],
-        **o.rows,
-        BR=next_power_of_2(max(1, o.n_rows)),
-        BB=next_power_of_2(partial_bias.shape[1]),
-        BP=32,
-        BD=32,
-        num_warps=4,
-    )
+    return out
 
 
 def _launch_backward(
@@ -168,175 +293,81 @@ def _launch_backward(
     y: Tensor,
     key_input: Tensor | None,
     residual: Tensor | None,
-    weights: Tensor,
-    b_key: Tensor | None,
-    b_query: Tensor,
-    b_forget: Tensor | None,
-    b_beta: Tensor | None,
-    norm_weight: Tensor,
-    saved: Tensor,
+    packed: Tensor,
     d_memory_out: Tensor | None,
     d_x: Tensor,
     d_residual_out: Tensor | None,
     options: str,
-) -> list[Tensor]:
-    o = BoundaryOptions.decode(options)
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """
+    :returns: The gradients of the memory, ``y``, ``key_input``, the residual (``None`` where the options leave one
+        out), and of all parameters in one FP32 buffer.
+    """
     d = y.shape[-1]
+    device = y.get_device()
+    plan = _backward_plan(options, d, device, y.dtype)
+    o = plan.options
+    d_memory, d_y, d_key_input, d_residual, d_parameters = out = _backward_outputs(
+        o, memory, y, key_input, residual
+    )
     n_tokens = y.numel() // d
-    out = _fake_backward(
-        memory, y, key_input, residual, weights, b_key, b_query, b_forget, b_beta, norm_weight,
-        saved, d_memory_out, d_x, d_residual_out, options,
-    )  # fmt: skip
     if n_tokens == 0:
-        for t in out[4:]:
-            t.zero_()
+        d_parameters.zero_()
         return out
-    d_memory, d_y, d_key_input, d_residual = out[:4]
-    # fmt: off
-    (d_w_key, d_b_key, d_w_query, d_b_query, d_w_forget, d_b_forget, d_w_beta, d_b_beta,
-     d_norm_weight) = out[4:]
-    # fmt: on
-    d_maps = {"forget": d_w_forget, "beta": d_w_beta, "key": d_w_key, "query": d_w_query}
-    d_biases = {"query": d_b_query, "key": d_b_key, "forget": d_b_forget, "beta": d_b_beta}
-    d_maps = {name: t for name, t in d_maps.items() if t.numel()}
-    d_biases = {name: t for name, t in d_biases.items() if t.numel()}
-
-    launch = backward_launch(d, o.d_k, y.device.type)
-    multiprocessors = _multiprocessors(y.device)
-    programs = min(triton.cdiv(n_tokens, launch.tokens), multiprocessors * launch.programs_per_sm)
-    partial_norm_weight = weights.new_empty((programs, d))
-    partial_bias = weights.new_empty((programs, o.n_biases))
-    d_products = weights.new_empty((n_tokens, o.n_rows)) if o.n_rows else None
-    slot_mean = torch.empty_like(d_y) if o.query_source == "memory" else None
-    memory, y = memory.contiguous(), y.contiguous()
-    key_input = None if key_input is None else key_input.contiguous()
-    with _on(y.device):
-        kernels.boundary_backward_kernel[(programs,)](
-            memory,
-            y,
-            key_input,
-            *_contiguous(residual),
-            weights if o.n_rows else None,
-            *_contiguous(b_key, b_query, b_forget, b_beta, norm_weight),
-            saved,
-            *_contiguous(d_memory_out, d_x, d_residual_out),
-            d_memory,
-            d_y,
-            d_key_input if "key" in o.maps and o.key_source == "input" else None,
-            d_residual if o.residual else None,
-            slot_mean,
-            d_products,
-            partial_norm_weight,
-            partial_bias,
+    sizes = plan.sizes(n_tokens)
+    scratch = packed.new_empty(sizes.elements)
+    slot_mean = y.new_empty(y.shape) if o.query_source == "memory" else None
+    with _on(device):
+        plan.boundary(
+            sizes.grid,
+            (memory, y, key_input, residual, packed, d_memory_out, d_x, d_residual_out),
+            (d_memory, d_y, d_key_input, d_residual, slot_mean, scratch),
             n_tokens,
-            programs,
-            D=d,
-            **o.constants,
-            BIASES=o.n_biases,
-            BT=launch.tokens,
-            BD=next_power_of_2(d),
-            VEC=vector(launch, d),
-            STAGES=launch.stages,
-            RELOAD=launch.reload,
-            maxnreg=launch.registers,
-            num_warps=launch.warps,
+            sizes.programs,
+            sizes.splits,
         )
-        partial = None
         if o.n_rows:
-            maps = map_gradient_launch(d)
-            splits = max(
-                1,
-                min(
-                    triton.cdiv(n_tokens, maps.tokens),
-                    2 * multiprocessors // triton.cdiv(d, maps.width),
-                ),
+            plan.map_gradient(
+                sizes.maps_grid,
+                (y, key_input),
+                (scratch, slot_mean),
+                n_tokens,
+                sizes.programs,
+                sizes.splits,
+                sizes.tokens_per_split,
             )
-            tokens_per_split = triton.cdiv(triton.cdiv(n_tokens, splits), maps.tokens) * maps.tokens
-            splits = triton.cdiv(n_tokens, tokens_per_split)
-            partial = weights.new_empty((splits, d, o.n_rows))
-            sources = {"output": y, "input": key_input, "memory": slot_mean}
-            for source, (row, n) in o.groups.items():
-                kernels.map_gradient_kernel[(triton.cdiv(d, maps.width), splits)](
-                    sources[source],
-                    d_products,
-                    partial,
-                    n_tokens,
-                    tokens_per_split,
-                    D=d,
-                    ROWS=o.n_rows,
-                    ROW=row,
-                    N=n,
-                    # The interpreter multiplies the bits of BF16 numbers.
-                    SPLIT=y.dtype == torch.bfloat16 and y.is_cuda,
-                    BN=max(16, next_power_of_2(n)),
-                    BM=maps.tokens,
-                    BD=maps.width,
-                    num_warps=maps.warps,
-                    num_stages=maps.stages,
-                )
-        _launch_finish(
-            o, partial, partial_norm_weight, partial_bias, d_maps, d_biases, d_norm_weight
-        )
+        plan.finish(plan.finish_grid, (), (scratch, d_parameters), sizes.programs, sizes.splits)
     return out
 
 
-def _fake_backward(
-    memory, y, key_input, residual, weights, b_key, b_query, b_forget, b_beta, norm_weight, saved,
-    d_memory_out, d_x, d_residual_out, options,
-):  # fmt: skip
-    o = BoundaryOptions.decode(options)
-    d = y.shape[-1]
-
-    def like(t: Tensor | None) -> Tensor:
-        return _none(y) if t is None else t.new_empty(t.shape)
-
-    def map_(name: str) -> Tensor:
-        if name not in o.maps:
-            return _none(weights)
-        return weights.new_empty((d,) if name == "beta" else (d, o.maps[name][2]))
-
-    return [
-        like(memory),
-        like(y),
-        like(key_input if "key" in o.maps else None),
-        like(residual),
-        map_("key"),
-        like(b_key),
-        map_("query"),
-        like(b_query),
-        map_("forget"),
-        like(b_forget),
-        map_("beta"),
-        like(b_beta),
-        like(norm_weight),
-    ]
+def _backward_outputs(o, memory, y, key_input, residual):
+    shape, d = y.shape, y.shape[-1]
+    return (
+        y.new_empty(memory.shape),
+        y.new_empty(shape),
+        y.new_empty(shape) if key_input is not None and "key" in o.maps else None,
+        y.new_empty(shape) if residual is not None else None,
+        y.new_empty((o.n_rows + 1) * d + o.n_biases, dtype=torch.float32),
+    )
 
 
 def _launch_first_forward(
     y: Tensor, key_0: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d, d_k = y.shape[-1], key_0.shape[0]
+    d, device = y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
-    memory, x, rstd = _fake_first_forward(y, key_0, norm_weight, eps)
-    if n_tokens == 0:
-        return memory, x, rstd
-    launch = first_launch(d, d_k, y.device.type)
-    with _on(y.device):
-        kernels.first_forward_kernel[(triton.cdiv(n_tokens, launch.tokens),)](
-            *_contiguous(y, key_0, norm_weight),
-            memory,
-            x,
-            rstd,
-            n_tokens,
-            eps,
-            D=d,
-            K=d_k,
-            BT=launch.tokens,
-            BD=next_power_of_2(d),
-            VEC=vector(launch, d),
-            num_warps=launch.warps,
-        )
-    return memory, x, rstd
+    memory, x, rstd = out = _fake_first_forward(y, key_0, norm_weight, eps)
+    if n_tokens:
+        tokens, launcher = _first_forward_plan(d, key_0.shape[0], device)
+        with _on(device):
+            launcher(
+                (_ceil_div(n_tokens, tokens), 1, 1),
+                (y, key_0, norm_weight),
+                (memory, x, rstd),
+                n_tokens,
+                eps,
+            )
+    return out
 
 
 def _fake_first_forward(y, key_0, norm_weight, eps):
@@ -355,67 +386,59 @@ def _launch_first_backward(
     rstd: Tensor,
     d_memory: Tensor | None,
     d_x: Tensor,
-) -> list[Tensor]:
-    d, d_k = y.shape[-1], key_0.shape[0]
+) -> tuple[Tensor, Tensor]:
+    """:returns: The gradients of ``y``, and of ``norm_weight`` and ``key_0`` in one FP32 buffer."""
+    d, device = y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
-    out = _fake_first_backward(y, key_0, norm_weight, rstd, d_memory, d_x)
-    d_y, d_key_0, d_norm_weight = out
+    plan = _first_backward_plan(d, key_0.shape[0], device)
+    d_y = y.new_empty(y.shape)
+    d_parameters = rstd.new_empty(d + plan.options.n_biases)
     if n_tokens == 0:
-        d_key_0.zero_()
-        d_norm_weight.zero_()
-        return out
-    launch = first_launch(d, d_k, y.device.type)
-    programs = min(
-        triton.cdiv(n_tokens, launch.tokens), _multiprocessors(y.device) * launch.programs_per_sm
-    )
-    partial_norm_weight = rstd.new_empty((programs, d))
-    partial_bias = rstd.new_empty((programs, d_k))
-    with _on(y.device):
-        kernels.first_backward_kernel[(programs,)](
-            *_contiguous(y, key_0, norm_weight),
-            rstd,
-            *_contiguous(d_memory, d_x),
-            d_y,
-            partial_norm_weight,
-            partial_bias,
+        d_parameters.zero_()
+        return d_y, d_parameters
+    sizes = plan.sizes(n_tokens)
+    scratch = rstd.new_empty(sizes.elements)
+    with _on(device):
+        plan.boundary(
+            sizes.grid,
+            (y, key_0, norm_weight, rstd, d_memory, d_x),
+            (d_y, scratch),
             n_tokens,
-            programs,
-            D=d,
-            K=d_k,
-            BT=launch.tokens,
-            BD=next_power_of_2(d),
-            VEC=vector(launch, d),
-            num_warps=launch.warps,
+            sizes.programs,
         )
-        _launch_finish(
-            _first_options(d_k),
-            None,
-            partial_norm_weight,
-            partial_bias,
-            {},
-            {"query": d_key_0},
-            d_norm_weight,
-        )
-    return out
+        plan.finish(plan.finish_grid, (), (scratch, d_parameters), sizes.programs, 0)
+    return d_y, d_parameters
 
 
 def _fake_first_backward(y, key_0, norm_weight, rstd, d_memory, d_x):
-    return [
-        y.new_empty(y.shape),
-        key_0.new_empty(key_0.shape),
-        norm_weight.new_empty(d_x.shape[-1]),
-    ]
-
-
-@cache
-def _first_options(d_k: int) -> BoundaryOptions:
-    """For the sum of the partial gradients of boundary 0, where ``key_0`` stands in the place of the query's bias."""
-    return BoundaryOptions(
-        d_k, "none", "static", "static", "none", "none", d_k, False, False, False
-    )
+    n_biases = _first_options(key_0.shape[0]).n_biases
+    return y.new_empty(y.shape), rstd.new_empty(y.shape[-1] + n_biases)
 
 
 # Ops. Defined below custom_op, whose check for aliasing walks over all tensors of every call.
+
+
+def _filled(like: Tensor, out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """An op cannot return None: an empty tensor where the options leave an output out."""
+    return tuple(like.new_empty(0) if t is None else t for t in out)
+
+
+def _op_forward(memory, y, *arguments):
+    return _filled(y, _launch_forward(memory, y, *arguments))
+
+
+def _fake_forward(memory, y, key_input, residual, pending, *arguments):
+    o = BoundaryOptions.decode(arguments[-1])
+    return _filled(y, _forward_outputs(o, memory, y, pending))
+
+
+def _op_backward(memory, y, *arguments):
+    return _filled(y, _launch_backward(memory, y, *arguments))
+
+
+def _fake_backward(memory, y, key_input, residual, *arguments):
+    o = BoundaryOptions.decode(arguments[-1])
+    return _filled(y, _backward_outputs(o, memory, y, key_input, residual))
 
 
 def _define(name: str, schema: str, launch, fake) -> Any:
@@ -431,16 +454,16 @@ _forward = _define(
     "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor? pending, "
     "Tensor? w_key, Tensor? b_key, Tensor? w_query, Tensor b_query, Tensor? w_forget, Tensor? b_forget, "
     "Tensor? w_beta, Tensor? b_beta, Tensor norm_weight, float eps, str options) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _launch_forward,
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _op_forward,
     _fake_forward,
 )
 _backward = _define(
     "ldm_boundary_backward",
-    "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor weights, Tensor? b_key, "
-    "Tensor b_query, Tensor? b_forget, Tensor? b_beta, Tensor norm_weight, Tensor saved, "
-    "Tensor? d_memory_out, Tensor d_x, Tensor? d_residual_out, str options) -> Tensor[]",
-    _launch_backward,
+    "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor packed, "
+    "Tensor? d_memory_out, Tensor d_x, Tensor? d_residual_out, str options) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _op_backward,
     _fake_backward,
 )
 _first_forward = _define(
@@ -451,16 +474,29 @@ _first_forward = _define(
 )
 _first_backward = _define(
     "ldm_first_boundary_backward",
-    "(Tensor y, Tensor key_0, Tensor norm_weight, Tensor rstd, Tensor? d_memory, Tensor d_x) -> Tensor[]",
+    "(Tensor y, Tensor key_0, Tensor norm_weight, Tensor rstd, Tensor? d_memory, Tensor d_x) "
+    "-> (Tensor, Tensor)",
     _launch_first_backward,
     _fake_first_backward,
 )
 
 
-def _setup_boundary(ctx, inputs, output) -> None:
-    (memory, y, key_input, residual, pending, _, b_key, _, b_query, _, b_forget, _, b_beta,
-     norm_weight, _, options) = inputs  # fmt: skip
-    _, _, residual_out, y_out, saved, weights = output
+# Autograd, shared by the ops and the eager functions.
+
+
+def _is_eager(t: Tensor) -> bool:
+    """Whether the launches may be called directly: nothing traces, and the tensor has data of its own."""
+    return not (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or type(t) is not Tensor
+        or t.is_meta
+    )
+
+
+def _save(ctx, inputs, residual_out, y_out, packed) -> None:
+    memory, y, key_input, residual, pending = inputs[:5]
+    options = inputs[-1]
     o = BoundaryOptions.decode(options)
     ctx.options = options
     ctx.has_pending = pending is not None
@@ -471,49 +507,71 @@ def _setup_boundary(ctx, inputs, output) -> None:
         y if pending is None else y_out,
         key_input,
         residual_out if o.write and o.residual else residual,
-        weights,
-        b_key,
-        b_query,
-        b_forget,
-        b_beta,
-        norm_weight,
-        saved,
+        packed,
     )
+
+
+def _setup_boundary(ctx, inputs, output) -> None:
+    _, _, residual_out, y_out, packed = output
+    _save(ctx, inputs, residual_out, y_out, packed)
+
+
+@cache
+def _parameter_sizes(options: str, d: int) -> list[int]:
+    return BoundaryOptions.decode(options).parameter_sizes(d)
 
 
 def _backward_boundary(ctx, d_memory_out, d_x, d_residual_out, *_):
     saved = ctx.saved_tensors  # once: activation checkpointing refuses a second look
+    y = saved[1]
     if d_x is None:
-        d_x = torch.zeros_like(saved[1])
+        d_x = torch.zeros_like(y)
     o = BoundaryOptions.decode(ctx.options)
-    grads = _backward(
+    # With a graph of the backward to be made, the op refuses the second derivative.
+    eager = _is_eager(d_x) and not torch.is_grad_enabled()
+    launch: Any = _launch_backward if eager else _backward
+    d_memory, d_y, d_key_input, d_residual, d_parameters = launch(
         *saved,
         d_memory_out if o.write else None,
         d_x,
         d_residual_out if o.write and o.residual else None,
         ctx.options,
     )
-    (d_memory, d_y, d_key_input, d_residual, d_w_key, d_b_key, d_w_query, d_b_query, d_w_forget,
-     d_b_forget, d_w_beta, d_b_beta, d_norm_weight) = grads  # fmt: skip
-    maps = o.maps
+    d = y.shape[-1]
+    pieces = d_parameters.split_with_sizes(_parameter_sizes(ctx.options, d))
+    maps = dict(zip(o.maps, pieces, strict=False))
+    d_norm_weight, d_b_query, d_b_key, d_b_forget, d_b_beta = pieces[len(maps) : len(maps) + 5]
+    writes = o.write
     return (
         d_memory,
         d_y,
         d_key_input if o.key_source == "input" and "key" in maps else None,
         d_residual if o.residual else None,
         d_y if ctx.has_pending else None,
-        d_w_key if "key" in maps else None,
-        d_b_key if o.write else None,
-        d_w_query if "query" in maps else None,
+        maps["key"].view(d, o.d_k) if "key" in maps else None,
+        d_b_key if writes else None,
+        maps["query"].view(d, o.d_k) if "query" in maps else None,
         d_b_query,
-        d_w_forget if "forget" in maps else None,
-        d_b_forget if o.write and o.forget != "none" else None,
-        d_w_beta if "beta" in maps else None,
-        d_b_beta if o.write and o.delta else None,
+        maps["forget"].view(d, o.gates) if "forget" in maps else None,
+        d_b_forget if writes and o.forget != "none" else None,
+        maps.get("beta"),
+        d_b_beta if writes and o.delta else None,
         d_norm_weight,
         None,
         None,
     )
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        memory_out, x, residual_out, y_out, packed = _launch_forward(*inputs)
+        _save(ctx, inputs, residual_out, y_out, packed)
+        return memory_out, x, residual_out
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _backward_boundary(ctx, *grads)
 
 
 def _setup_first(ctx, inputs, output) -> None:
@@ -522,11 +580,28 @@ def _setup_first(ctx, inputs, output) -> None:
     ctx.save_for_backward(y, key_0, norm_weight, output[2])
 
 
-def _backward_first(ctx, d_memory, d_x, _):
+def _backward_first(ctx, d_memory, d_x, *_):
     saved = ctx.saved_tensors
+    y, key_0 = saved[:2]
     if d_x is None:
-        d_x = torch.zeros_like(saved[0])
-    return (*_first_backward(*saved, d_memory, d_x), None)
+        d_x = torch.zeros_like(y)
+    eager = _is_eager(d_x) and not torch.is_grad_enabled()
+    launch: Any = _launch_first_backward if eager else _first_backward
+    d_y, d_parameters = launch(*saved, d_memory, d_x)
+    d, d_k = y.shape[-1], key_0.shape[0]
+    return d_y, d_parameters[d : d + d_k], d_parameters[:d], None
+
+
+class _FirstBoundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _launch_first_forward(*inputs)
+        _setup_first(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _backward_first(ctx, *grads)
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -557,8 +632,12 @@ def first_boundary(
     :param y: ``[..., D]``, BF16, FP16 or FP32.
     :returns: ``S_0`` ``[..., K, D]`` and ``x`` ``[..., D]`` in the dtype of ``y``.
     """
-    memory, x, _ = _first_forward(y, key_0, norm_weight, eps)
-    return memory, x
+    launch: Any
+    if _is_eager(y):
+        launch = _FirstBoundary.apply if torch.is_grad_enabled() else _launch_first_forward
+    else:
+        launch = _first_forward
+    return launch(y, key_0, norm_weight, eps)[:2]
 
 
 def boundary(
@@ -586,10 +665,14 @@ def boundary(
     :param residual: ``[..., D]``, for ``residual=kept``.
     :param pending: Attention's output at a block's end, ``[..., D]``, for ``write_every=block``.
 
-    :returns: The new memory (empty if this boundary only reads), ``x`` ``[..., D]`` and the new residual (empty if
-        there is none), in the dtype of ``y``.
+    :returns: The new memory (nothing of use if this boundary only reads), ``x`` ``[..., D]`` and the new residual
+        (nothing of use if there is none), in the dtype of ``y``.
     """
-    memory_out, x, residual_out, _, _, _ = _forward(
-        memory, y, key_input, residual, pending, *parameters, norm_weight, eps, options
-    )
-    return memory_out, x, residual_out
+    launch: Any
+    if _is_eager(y):
+        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
+    else:
+        launch = _forward
+    return launch(memory, y, key_input, residual, pending, *parameters, norm_weight, eps, options)[
+        :3
+    ]

@@ -99,12 +99,27 @@ class BoundaryOptions:
 
     @cached_property
     def n_biases(self) -> int:
-        """Columns of the biases' partial sums: query, key, forget, beta."""
-        return 3 * self.d_k + 1
+        """Columns of the biases' partial sums: query, key, forget, beta, padded so that rows stay aligned."""
+        return -(-(2 * self.d_k + self.gates + 1) // 4) * 4
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        return {f"{m.upper()}_ROW": self.maps[m][1] if m in self.maps else 0 for m in MAPS}
+        """The first row of each map and their number, by the kernels' names."""
+        rows: dict[str, int] = {}
+        for m in MAPS:
+            _, row, n = self.maps.get(m, ("", 0, 0))
+            rows |= {f"{m.upper()}_ROW": row, f"{m.upper()}_N": n}
+        return rows
+
+    def parameter_sizes(self, d_model: int) -> list[int]:
+        """Elements of the maps in the order of their rows, the gain, the four biases, padding."""
+        biases = [self.d_k, self.d_k, self.gates, 1]
+        return [
+            *(n * d_model for _, _, n in self.maps.values()),
+            d_model,
+            *biases,
+            self.n_biases - sum(biases),
+        ]
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -113,6 +128,7 @@ class BoundaryOptions:
             "K": self.d_k,
             "GATES": self.gates,
             "ROWS": self.n_rows,
+            "BIASES": self.n_biases,
             **self.rows,
             "WRITE": self.write,
             "KEY_SOURCE": self.key_source,

@@ -1,12 +1,13 @@
 """
 Check and time the ``flexible`` kernels on this GPU over candidate launches, for ``launch_table.py``::
 
-    python -m olmo_core.nn.ldm.backends.flexible.tune [--quick] [--shapes 1024x8,2048x8] [--out tune.json]
+    python -m olmo_core.nn.ldm.backends.flexible.tune [--quick] [--shapes 1024x8,2048x8] [--compile] [--out tune.json]
 
 For each width and number of slots: forward and every gradient against the FP64 reference (exit 1 beyond the
-tolerance), then the time of the forward and the backward op by CUDA graph replay, achieved GB/s, the ratio to the
-byte floor (2K + 2 and 3K + 3 vectors of D BF16 elements for each token at the measured copy bandwidth), the same for
-the reference under ``torch.compile``, and the host's time for one eager call.
+tolerance), then the time of the forward and the backward launches by CUDA graph replay at 16384 tokens (of the best
+at 65536 too), achieved GB/s, the ratio to the byte floor (2K + 2 and 3K + 3 vectors of D BF16 elements for each token
+at the bandwidth of the fastest large copy), with ``--compile`` the same for the reference under ``torch.compile``, and
+the host's time for one eager call. The JSON is written anew after every shape; its ``table`` holds the best launches.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from .launch_table import Launch, next_power_of_2
 
 Tensor = torch.Tensor
 
-SHAPES = [(d, d_k) for d in (1024, 2048, 512) for d_k in (8, 4, 16)]
+SHAPES = [(d, d_k) for d_k in (8, 4, 16) for d in (1024, 2048, 512)]
 QUICK_SHAPES = [(1024, 8), (2048, 8), (1024, 4)]
 TOKENS = (16384, 65536)
 TOLERANCE = {"output": 2.5e-3, "source": 3e-3, "parameter": 5e-3}
@@ -114,44 +115,56 @@ def check(d: int, d_k: int, n_tokens: int, device: str = "cuda") -> dict[str, An
 
 
 def forward_candidates(d: int, d_k: int, quick: bool) -> list[Launch]:
+    """
+    Six at most. By values of the memory in a thread and a cap on its registers: 128 values without one leave room for 8
+    warps on a multiprocessor, which is too few to keep loads in flight while others reduce.
+    """
     row = next_power_of_2(d) * d_k
     out = [launch_table.forward_launch(d, d_k)]
-    for tokens, values in [(1, 64), (1, 32), (2, 64), (1, 128), (2, 128), (4, 64), (4, 128)]:
+    for tokens, values, registers in [
+        (1, 128, 168),
+        (1, 64, None),
+        (1, 64, 96),
+        (1, 256, None),
+        (2, 128, None),
+        (1, 128, None),
+        (2, 64, 128),
+    ]:
         warps = row * tokens // (32 * values)
-        if 1 <= warps <= 16:
-            out.append(Launch(tokens, warps))
-    return list(dict.fromkeys(out))[: 4 if quick else None]
+        if 1 <= warps <= 16 and (registers or 64) * warps * 32 <= 65536:
+            out.append(Launch(tokens, warps, registers=registers))
+    return list(dict.fromkeys(out))[: 4 if quick else 6]
 
 
 def backward_candidates(d: int, d_k: int, quick: bool) -> list[Launch]:
+    """
+    Seven at most. The memory and its gradient are live together, so registers decide how many programs a
+    multiprocessor holds; ``programs`` is in warps for each multiprocessor.
+    """
     row = next_power_of_2(d) * d_k
     out = [launch_table.backward_launch(d, d_k)]
-    # tokens, values of the memory in a thread, programs, stages, registers, reload
-    for tokens, values, programs, stages, registers, reload in [
-        (1, 32, 16, 1, None, False),
-        (1, 32, 16, 1, 128, True),
-        (1, 64, 8, 1, None, True),
-        (1, 16, 32, 1, 64, False),
-        (1, 32, 16, 2, 128, False),
-        (1, 64, 16, 1, 128, True),
-        (1, 16, 16, 1, None, False),
-        (2, 32, 16, 1, 128, False),
-        (1, 32, 24, 1, 80, True),
-        (1, 64, 8, 1, None, False),
+    for tokens, values, programs, registers, reload in [
+        (1, 64, 8, None, True),
+        (1, 32, 16, 128, True),
+        (1, 64, 12, 168, True),
+        (1, 64, 8, None, False),
+        (1, 32, 12, 168, True),
+        (1, 128, 8, None, True),
+        (1, 32, 20, 96, True),
+        (1, 32, 16, 128, False),
     ]:
         warps = row * tokens // (32 * values)
-        if 1 <= warps <= 32 and (registers is None or registers * warps * 32 <= 65536):
+        if 1 <= warps <= 16 and (registers or 64) * warps * 32 <= 65536:
             out.append(
                 Launch(
                     tokens,
                     warps,
-                    stages=stages,
                     programs_per_sm=max(1, programs // warps),
                     registers=registers,
                     reload=reload,
                 )
             )
-    return list(dict.fromkeys(out))[: 7 if quick else None]
+    return list(dict.fromkeys(out))[: 5 if quick else 7]
 
 
 class Case:
@@ -165,21 +178,25 @@ class Case:
         p = module.ldm_parameters
         with torch.no_grad():
             self.forward_args = (memory, y, None, None, None, *p, gain, EPS, module.options_code)
-            _, _, _, _, saved, weights = ops._forward(*self.forward_args)
+            packed = ops._launch_forward(*self.forward_args)[-1]
         self.backward_args = (
-            memory, y, None, None, weights, p.b_key, p.b_query, p.b_forget, p.b_beta, gain, saved,
-            d_memory, d_x, None, module.options_code,
+            memory, y, None, None, packed, d_memory, d_x, None, module.options_code,
         )  # fmt: skip
+
+    def _use(self, table: dict[tuple[int, int], Launch], launch: Launch) -> None:
+        if table.get(self.key) != launch:
+            table[self.key] = launch
+            ops.forget_plans()
 
     @torch.no_grad()
     def forward(self, launch: Launch) -> None:
-        launch_table.FORWARD[self.key] = launch
-        ops._forward(*self.forward_args)
+        self._use(launch_table.FORWARD, launch)
+        ops._launch_forward(*self.forward_args)
 
     @torch.no_grad()
     def backward(self, launch: Launch) -> None:
-        launch_table.BACKWARD[self.key] = launch
-        ops._backward(*self.backward_args)
+        self._use(launch_table.BACKWARD, launch)
+        ops._launch_backward(*self.backward_args)
 
 
 def resources(kernel) -> str:
@@ -236,11 +253,27 @@ def events_us(call) -> float:
     return sorted(times[3:])[len(times[3:]) // 2]
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a device copy, read and written."""
-    source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 2 / (graph_us(lambda: target.copy_(source)) * 1e-6)
+def copy_bandwidth() -> dict[str, float]:
+    """
+    Bytes per second, read and written, of copies of 512 MiB (ten times the L2 cache) between four buffers in turn:
+    by an elementwise kernel in a graph and by ``Tensor.copy_`` outside of one. Inside a graph ``copy_`` becomes a copy
+    node, for which 2.77 TB/s were measured where kernels reach 4.2.
+    """
+    buffers = [torch.randn(1 << 28, device="cuda").to(torch.bfloat16) for _ in range(4)]
+
+    def kernel() -> None:
+        for i in range(4):
+            torch.neg(buffers[i], out=buffers[(i + 1) % 4])
+
+    def copy() -> None:
+        for i in range(4):
+            buffers[(i + 1) % 4].copy_(buffers[i])
+
+    n_bytes = 4 * 2 * buffers[0].numel() * 2
+    return {
+        "elementwise kernel": n_bytes / (graph_us(kernel) * 1e-6),
+        "copy_": n_bytes / (events_us(copy) * 1e-6),
+    }
 
 
 def compiled_reference(d: int, d_k: int, n_tokens: int) -> tuple[float, float]:
@@ -295,9 +328,11 @@ def main() -> None:
     )
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
     parser.add_argument("--tokens", help="numbers of tokens, such as 16384,65536")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--compile", action="store_true", help="time the reference under torch.compile too"
+    )
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--out", help="write the JSON here too")
+    parser.add_argument("--out", help="write the JSON here")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune needs a CUDA GPU: none is visible to torch")
@@ -320,7 +355,14 @@ def main() -> None:
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "cases": [],
+        "table": [],
     }
+
+    def write() -> None:
+        if args.out:
+            with open(f"{args.out}.tmp", "w") as f:
+                json.dump(report, f, indent=1)
+            os.replace(f"{args.out}.tmp", args.out)
 
     jobs = [
         (d, d_k, direction, launch)
@@ -357,9 +399,9 @@ def main() -> None:
         )
         report["cases"].append({"d": d, "K": d_k, **result, "times": []})
 
-    bandwidth = copy_bandwidth()
-    report["copy_bytes_per_s"] = bandwidth
-    print(f"copy {bandwidth / 1e12:.2f} TB/s")
+    report["copy_bytes_per_s"] = copies = copy_bandwidth()
+    bandwidth = max(copies.values())
+    print("copy: " + ", ".join(f"{name} {b / 1e12:.2f} TB/s" for name, b in copies.items()))
     print("    d  K      M direction launch                      regs/spill      us   GB/s x floor")
     for case_report in report["cases"]:
         d, d_k = case_report["d"], case_report["K"]
@@ -371,6 +413,10 @@ def main() -> None:
             ):
                 n_bytes = vectors * d * 2 * n_tokens
                 best = None
+                table = launch_table.FORWARD if direction == "forward" else launch_table.BACKWARD
+                if n_tokens != tokens[0]:
+                    # The best at the first number of tokens.
+                    candidates = [table[case.key]]
                 for launch in candidates:
                     used, error = compiled[(d, d_k, direction, launch)]
                     if error:
@@ -393,12 +439,22 @@ def main() -> None:
                     if best is None or us < best[0]:
                         best = (us, launch)
                     print(line, flush=True)
-                table = launch_table.FORWARD if direction == "forward" else launch_table.BACKWARD
-                if best is not None:
+                if best is not None and n_tokens == tokens[0]:
                     table[case.key] = best[1]
                     print(f"      best {direction}: {best[1]}", flush=True)
+                    report["table"].append(
+                        {
+                            "direction": direction,
+                            "d": case.key[0],
+                            "K": d_k,
+                            "launch": repr(best[1]),
+                            "us": round(best[0], 1),
+                            "GB/s": round(n_bytes / best[0] / 1e3),
+                            "ratio": round(best[0] * 1e-6 * bandwidth / n_bytes, 2),
+                        }
+                    )
             del case
-            if not args.no_compile and (n_tokens == tokens[0]):
+            if args.compile and (n_tokens == tokens[0]):
                 for direction, vectors, us in zip(
                     ("forward", "backward"),
                     (2 * d_k + 2, 3 * d_k + 3),
@@ -428,9 +484,13 @@ def main() -> None:
             f"backward {case_report['host_us'][1]:.0f} us",
             flush=True,
         )
-    if args.out:
-        with open(args.out, "w") as f:
-            json.dump(report, f, indent=1)
+        write()
+    for row in report["table"]:
+        print(
+            f"    ({row['d']}, {row['K']}): {row['launch']},  # {row['direction']}: {row['us']} us, "
+            f"{row['GB/s']} GB/s, {row['ratio']} x floor"
+        )
+    write()
     if failed:
         sys.exit("a gradient or output is beyond its tolerance: see WRONG above")
 
