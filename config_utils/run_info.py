@@ -52,8 +52,11 @@ def hardware() -> dict[str, Any]:
 
 
 def run_info() -> dict[str, Any]:
+    script = Path(sys.argv[0]).resolve()
+    if script.is_relative_to(REPOSITORY):
+        script = script.relative_to(REPOSITORY)
     return {
-        "argv": sys.argv,
+        "argv": [str(script), *sys.argv[1:]],
         "git": git_state(),
         "versions": versions(),
         "hardware": hardware(),

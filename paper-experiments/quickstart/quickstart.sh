@@ -10,7 +10,7 @@
 #   METHODS="preln attnres_block mhc ldm" bash paper-experiments/quickstart/quickstart.sh
 #   DRY_RUN=1 bash paper-experiments/quickstart/quickstart.sh            # print the commands
 #
-# Environment: METHODS ("preln ldm"), STEPS (150 on a CPU, 1500 on a GPU), LR (0.004), LIMIT (documents a task; 20),
+# Environment: METHODS ("preln ldm"), STEPS (110 on a CPU, 1100 on a GPU), LR (0.004), LIMIT (documents a task; 20),
 # OUT (results/quickstart), SKIP_SETUP=1 (use the active environment instead of `uv sync`).
 # Safe to run again: finished tokens and checkpoints are used, and a stopped training run goes on.
 set -euo pipefail
@@ -44,7 +44,7 @@ if nvidia-smi -L >/dev/null 2>&1; then
     *B200*) GPU=b200 ;; *H200*) GPU=h200 ;; *) GPU=h100 ;;
   esac
 fi
-[[ -n $STEPS ]] || { if [[ $GPU == cpu ]]; then STEPS=150; else STEPS=1500; fi; }
+[[ -n $STEPS ]] || { if [[ $GPU == cpu ]]; then STEPS=110; else STEPS=1100; fi; }
 export STEPS
 
 run() {

@@ -23,6 +23,7 @@ class AttnResConfig(DepthConnectionConfig):
     block_size: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.block_size < 1:
             raise OLMoConfigurationError(
                 f"AttnRes needs block_size >= 1 sublayers, got {self.block_size}"

@@ -18,7 +18,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import torch
@@ -253,6 +253,18 @@ class DepthConnectionConfig(ModuleConfig):
     """Whether the boundary's parameters stay FP32 when the model is trained in BF16."""
 
     backend: DepthBackend = DepthBackend.auto
+
+    def __post_init__(self) -> None:
+        # Code that sets an option by its name goes past the check of Config.from_dict, and a misspelt one would act as
+        # the last branch of an if.
+        for option in fields(self):
+            if isinstance(option.default, StrEnum):
+                values, value = type(option.default), getattr(self, option.name)
+                if value not in list(values):
+                    raise OLMoConfigurationError(
+                        f"{type(self).__name__}: {option.name} must be one of {', '.join(values)}, got '{value}'"
+                    )
+                setattr(self, option.name, values(value))
 
     @abstractmethod
     def build(

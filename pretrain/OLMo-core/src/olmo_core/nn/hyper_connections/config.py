@@ -34,6 +34,7 @@ class HyperConnectionsConfig(DepthConnectionConfig):
     collapse: StreamCollapse = StreamCollapse.head
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n_streams < 1 or self.sinkhorn_iterations < 1:
             raise OLMoConfigurationError(
                 "mHC needs n_streams >= 1 and sinkhorn_iterations >= 1, got "

@@ -103,6 +103,7 @@ class LDMConfig(DepthConnectionConfig):
     residual: Residual = Residual.none
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.d_k < 1:
             raise OLMoConfigurationError(f"LDM needs d_k >= 1 memory slots, got {self.d_k}")
 

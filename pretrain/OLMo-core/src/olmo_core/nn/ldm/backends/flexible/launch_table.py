@@ -5,10 +5,11 @@ One token's row ``[K, D]`` is spread over the threads of a program. Few warps wi
 width costs shuffles for each warp and a barrier if there are several, and every warp has its own copies of the
 coefficients.
 
-Provenance of the timed rows: NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-30, 16384 tokens in BF16,
-``python -m olmo_core.nn.ldm.backends.flexible.tune --quick``, best of 4 candidates forward and 7 backward, before the
-parameters were packed into one buffer. GB/s counts 2K + 2 and 3K + 3 vectors for each token. The other rows follow the
-timed ones by values in a thread (128 forward; 64, at K = 4 32, backward): derived, untimed.
+Provenance of the rows: NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-30, commit 4e08084, 16,384 tokens in BF16,
+``python -m olmo_core.nn.ldm.backends.flexible.tune``; each the best of about 6 candidates by CUDA graph replay. GB/s counts
+2K + 2 and 3K + 3 vectors for each token, and the floor is those bytes at the 4.24 TB/s of a device copy in the same run. All
+candidates and the times at 65,536 tokens are in ``paper-experiments/throughput/results``. Shapes without a row follow the rule
+of values in a thread (128 forward; 64, at K = 4 32, backward): derived, untimed.
 """
 
 from dataclasses import dataclass
@@ -81,26 +82,26 @@ def map_gradient_launch(d_model: int) -> Launch:
 
 
 FORWARD: dict[tuple[int, int], Launch] = {
-    (512, 4): Launch(1, 1),
-    (512, 8): Launch(1, 1),
-    (512, 16): Launch(1, 2),
-    (1024, 4): Launch(1, 1),  # timed: 121.0 us, 2774 GB/s
-    (1024, 8): Launch(1, 2),  # timed: 261.3 us, 2312 GB/s
-    (1024, 16): Launch(1, 4),
-    (2048, 4): Launch(1, 2),
-    (2048, 8): Launch(1, 4),  # timed: 574.7 us, 2102 GB/s
-    (2048, 16): Launch(1, 8),
+    (512, 4): Launch(2, 1),  # 66 us, 2556 GB/s, 1.66 x floor
+    (512, 8): Launch(1, 1, registers=168),  # 140 us, 2163 GB/s, 1.96 x floor
+    (512, 16): Launch(1, 2),  # 303 us, 1885 GB/s, 2.25 x floor
+    (1024, 4): Launch(1, 1),  # 123 us, 2721 GB/s, 1.56 x floor
+    (1024, 8): Launch(1, 2),  # 264 us, 2289 GB/s, 1.85 x floor
+    (1024, 16): Launch(1, 4, registers=168),  # 634 us, 1798 GB/s, 2.36 x floor
+    (2048, 4): Launch(1, 2),  # 256 us, 2619 GB/s, 1.62 x floor
+    (2048, 8): Launch(1, 4, registers=168),  # 569 us, 2123 GB/s, 2.00 x floor
+    (2048, 16): Launch(1, 8),  # 1406 us, 1622 GB/s, 2.62 x floor
 }
 """By (power of two above D, K)."""
 BACKWARD: dict[tuple[int, int], Launch] = {
-    (512, 4): Launch(1, 2, programs_per_sm=8, registers=128, reload=True),
-    (512, 8): Launch(1, 2, programs_per_sm=4, reload=True),
-    (512, 16): Launch(1, 4, programs_per_sm=2, reload=True),
-    (1024, 4): Launch(1, 4, programs_per_sm=4, registers=128, reload=True),  # 252.4 us, 1994 GB/s
-    (1024, 8): Launch(1, 4, programs_per_sm=2, reload=True),  # timed: 490.8 us, 1846 GB/s
-    (1024, 16): Launch(1, 8, programs_per_sm=1, reload=True),
-    (2048, 4): Launch(1, 8, programs_per_sm=2, registers=128, reload=True),
-    (2048, 8): Launch(1, 8, programs_per_sm=1, reload=True),  # timed: 1070.7 us, 1692 GB/s
-    # 512 threads have 128 registers at most.
-    (2048, 16): Launch(1, 16, programs_per_sm=1, registers=128, reload=True),
+    (512, 4): Launch(1, 1, programs_per_sm=8),  # 130 us, 1932 GB/s, 2.20 x floor
+    (512, 8): Launch(1, 2, programs_per_sm=4),  # 243 us, 1866 GB/s, 2.27 x floor
+    # At K = 16 and 65,536 tokens the launches without a reload, 6% faster here, took 12.0 and 7.7 times the floor.
+    (512, 16): Launch(1, 4, reload=True),  # 602 us, 1422 GB/s, 2.99 x floor
+    (1024, 4): Launch(1, 2, programs_per_sm=4),  # 237 us, 2126 GB/s, 2.00 x floor
+    (1024, 8): Launch(1, 4),  # 488 us, 1854 GB/s, 2.29 x floor
+    (1024, 16): Launch(1, 8, programs_per_sm=1, reload=True),  # 1354 us, 1264 GB/s, 3.36 x floor
+    (2048, 4): Launch(1, 8, registers=128, reload=True),  # 505 us, 1994 GB/s, 2.13 x floor
+    (2048, 8): Launch(1, 4, reload=True),  # 1045 us, 1733 GB/s, 2.45 x floor
+    (2048, 16): Launch(1, 8, programs_per_sm=1, reload=True),  # 3198 us, 1070 GB/s, 3.97 x floor
 }
