@@ -227,7 +227,8 @@ def _rows(batch: pa.RecordBatch, text_field: str, id_field: str | None, first: i
     column = batch.column(text_field)
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    sizes = pc.fill_null(pc.binary_length(column), 0).to_pylist()
+    # pc.fill_null and pa.scalar would import pandas, 3 s of CPU in every worker
+    sizes = pc.binary_length(column).to_pylist()
     id_column = batch.column(id_field).to_pylist() if id_field else None
     rows = Rows([], [], [], [], batch.num_rows)
     for i, size in enumerate(sizes):

@@ -396,8 +396,8 @@ def test_long_documents_come_in_pieces() -> None:
         for size in (1, 7, 64):
             pieces = list(safe_pieces(text.encode(), size))
             assert "".join(pieces) == text
-            ids = [i for p in pieces for i in plain.encode([p])[0][:-1].tolist()]
-            assert ids == plain.encode([text])[0][:-1].tolist(), repr(text)
+            joined = [i for p in pieces for i in plain.encode([p])[0][:-1].tolist()]
+            assert joined == plain.encode([text])[0][:-1].tolist(), repr(text)
     text = "".join(make_text(i, 50) for i in range(3500))
     assert len(text.encode()) > encoder_module.LONG_DOCUMENT_BYTES
     ids, lengths = fast.encode([memoryview(text.encode()), "tail"])

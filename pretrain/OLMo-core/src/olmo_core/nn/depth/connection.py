@@ -83,6 +83,11 @@ def record_boundaries() -> Iterator[list[BoundaryRecord]]:
         _RECORDER = outer
 
 
+def is_recording() -> bool:
+    """Whether a :func:`record_boundaries` context is open."""
+    return _RECORDER is not None
+
+
 def upcast(t: torch.Tensor) -> torch.Tensor:
     """Promote to the dtype of the reference's arithmetic: FP32, or FP64 for FP64 input."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
