@@ -1,5 +1,6 @@
 """The path from a launcher's arguments to a config: every scale and method, and what bad input is told."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -200,7 +201,7 @@ def corpus(folder: Path, **changes) -> Path:
         totals={},
         **shards,
     )
-    manifest.write(folder / "manifest.json")
+    (folder / "manifest.json").write_text(json.dumps(dataclasses.asdict(manifest)))
     return folder
 
 
