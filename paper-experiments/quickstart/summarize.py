@@ -135,7 +135,7 @@ def main() -> int:
             f"{row['heldout_bits_per_byte']:.3f}",
             *(task_cell(row["lm_eval"]["tasks"][t]) for t in tasks),
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(
         f"{opts.seconds:.0f} s; {opts.out / 'summary.json'} and {opts.out / 'summary.png'} written"
     )
