@@ -28,7 +28,8 @@ from olmo_core.nn.ldm.module import LDMBoundary
 
 pytest.importorskip("triton")
 
-from olmo_core.nn.ldm.backends.flexible import launch_table, launcher, ops, tune, unavailable
+from olmo_core.nn.depth import triton_launcher
+from olmo_core.nn.ldm.backends.flexible import launch_table, ops, tune, unavailable
 from olmo_core.nn.ldm.backends.flexible.launch_table import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -435,10 +436,10 @@ def test_launcher_remembers_the_compiled_kernel(monkeypatch):
         get_current_stream = staticmethod(lambda device: 7)
 
     asked: list = []
-    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launcher, "_KNOWN", True)
-    monkeypatch.setattr(launcher.triton.runtime.driver, "_active", Driver, raising=False)
-    launch = launcher.Launcher(Kernel(), {"D": 64, "K": 2}, num_warps=1)
+    monkeypatch.setattr(triton_launcher, "CompiledKernel", Compiled)
+    monkeypatch.setattr(triton_launcher, "_KNOWN", True)
+    monkeypatch.setattr(triton_launcher.triton.runtime.driver, "_active", Driver, raising=False)
+    launch = triton_launcher.Launcher(Kernel(), {"D": 64, "K": 2}, num_warps=1)
     a, own = torch.zeros(4, 8), torch.zeros(8)
     launch((3, 1, 1), (a, None), (own,), 5)
     assert asked == [((3, 1, 1), (a, None, own, 5, 64), {"num_warps": 1})] and not ran

@@ -24,7 +24,7 @@ from .launch_table import (
     next_power_of_2,
     vector,
 )
-from .launcher import Launcher
+from olmo_core.nn.depth.triton_launcher import Launcher
 from .options import BoundaryOptions
 
 Tensor = torch.Tensor
