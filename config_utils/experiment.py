@@ -5,7 +5,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from config_utils.callbacks import JSONLinesMetricsCallback, OptionalWandBCallback
+from config_utils.callbacks import (
+    HeldOutCallback,
+    JSONLinesMetricsCallback,
+    OptionalWandBCallback,
+)
 from config_utils.errors import UserError
 from config_utils.methods import depth_connection
 from config_utils.scales import (
@@ -21,7 +25,6 @@ from olmo_core.config import Config, DType
 from olmo_core.data import (
     NumpyDataLoaderConfig,
     NumpyFSLDatasetConfig,
-    NumpyPaddedFSLDatasetConfig,
     TokenizerConfig,
 )
 from olmo_core.distributed.parallel import DataParallelType
@@ -34,7 +37,6 @@ from olmo_core.train.callbacks import (
     CheckpointerCallback,
     ConfigSaverCallback,
     GPUMemoryMonitorCallback,
-    LMEvaluatorCallbackConfig,
     SpeedMonitorCallback,
 )
 from olmo_core.train.train_module import (
@@ -228,20 +230,12 @@ def build_experiment(
     if eval_files:
         trainer.add_callback(
             "held_out",
-            LMEvaluatorCallbackConfig(
-                eval_dataset=NumpyPaddedFSLDatasetConfig(
-                    paths=eval_files,
-                    metadata=[{"label": "held-out"}] * len(eval_files),
-                    sequence_length=recipe.sequence_length,
-                    tokenizer=tokenizer,
-                    work_dir=work_dir,
-                ),
+            HeldOutCallback(
+                data_dir="DATA_DIR" if data_dir is None else str(data_dir.resolve()),
+                tokenizer=tokenizer,
+                sequence_length=recipe.sequence_length,
                 eval_interval=recipe.eval_interval,
-                eval_on_finish=True,
-                eval_duration=Duration.epochs(1)
-                if recipe.eval_batches is None
-                else Duration.steps(recipe.eval_batches),
-                log_interval=100,
+                max_batches=recipe.eval_batches,
             ),
         )
 

@@ -11,7 +11,8 @@ exactly once, EOS included, with the context that its window gives it; the last 
 Bits per byte divide the total by the UTF-8 bytes of the predicted tokens, as decoded (after the tokenizer's NFC); EOS has
 no bytes, but its cost counts.
 
-OLMo-core's in-loop ``LMEvaluator`` cuts otherwise: each document alone, its first ``T`` tokens only, its first token not
+The curve that training logs is the same measure (``config_utils.callbacks.HeldOutCallback``). OLMo-core's own
+``LMEvaluator`` cuts otherwise: each document alone, its first ``T`` tokens only, its first token not
 predicted. ``windows="document"`` does the same. The evaluator's own number is lower still: it counts one more position
 for each document, the last, whose loss is zero by masking; it reports ``total_nats / (tokens + window_count)``.
 """
@@ -193,16 +194,39 @@ def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     return out
 
 
-@torch.inference_mode()
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From inputs and targets, int64 ``[B, T]`` (:data:`IGNORE` where nothing is predicted), to FP32 nats ``[B, T]``."""
+
+
+def model_loss(model: Transformer) -> TokenLoss:
+    """The loss of a model that is in evaluation mode."""
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        output = model(
+            inputs,
+            labels=targets,
+            ignore_index=IGNORE,
+            loss_reduction="none",
+            return_logits=False,
+        )
+        assert isinstance(output, LMOutputWithLoss)
+        return output.ce_loss
+
+    return loss
+
+
+@torch.no_grad()
 def evaluate_heldout(
-    model: Transformer,
+    loss: TokenLoss,
     data: HeldoutData,
     *,
+    device: torch.device,
     sequence_length: int,
     byte_lengths: np.ndarray,
     pad_token_id: int,
     batch_size: int | None = None,
     windows: Windows = "stream",
+    max_batches: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeldoutResult:
     """
@@ -210,10 +234,12 @@ def evaluate_heldout(
     fixed, and the windows' sums are added in their order with ``math.fsum``. In a distributed run each process takes its
     share of the batches, and all get the result.
 
-    :param model: In evaluation mode.
+    :param loss: :func:`model_loss`, or that of a training module.
+    :param device: Where ``loss`` wants its inputs.
     :param sequence_length: Tokens in a window: of the training.
     :param byte_lengths: :func:`token_byte_lengths`.
     :param batch_size: Windows in a batch; default :data:`BATCH_TOKENS`.
+    :param max_batches: Read only the first so many batches.
     :param progress: Is told the number of done and of all batches.
 
     :raises UserError: If there is no token to predict.
@@ -222,10 +248,11 @@ def evaluate_heldout(
         raise UserError(
             f"unknown windows '{windows}': choose one of {', '.join(get_args(Windows))}"
         )
-    device = model.device
     if batch_size is None:
         batch_size = max(1, BATCH_TOKENS.get(device.type, 2_048) // sequence_length)
     all_windows = list(data.windows(windows, sequence_length))
+    if max_batches is not None:
+        all_windows = all_windows[: max_batches * batch_size]
     if not all_windows:
         raise UserError(f"{', '.join(map(str, data.paths))}: no token to predict")
     batches = [all_windows[i : i + batch_size] for i in range(0, len(all_windows), batch_size)]
@@ -233,28 +260,25 @@ def evaluate_heldout(
 
     sums: dict[int, list[float]] = {}
     n_bytes = n_documents = 0
-    for i in range(rank, len(batches), world_size):
-        # All rows are as long as the longest window of the batch: one shape for all but the last batch.
-        length = max(w.inputs for w in batches[i])
-        inputs = np.full((len(batches[i]), length), pad_token_id, dtype=np.int64)
-        targets = np.full((len(batches[i]), length), IGNORE, dtype=np.int64)
+    for first in range(0, len(batches), world_size):
+        # Each process runs the model equally often: under FSDP a forward pass is a collective. The spare passes at
+        # the end repeat the last batch.
+        i = min(first + rank, len(batches) - 1)
+        # Every batch has one shape, since a compiled model would be compiled anew for another one.
+        inputs = np.full((batch_size, sequence_length), pad_token_id, dtype=np.int64)
+        targets = np.full((batch_size, sequence_length), IGNORE, dtype=np.int64)
         for row, window in enumerate(batches[i]):
             x, y = data.tokens(window)
             inputs[row, : len(x)], targets[row, : len(y)] = x, y
-            n_bytes += int(byte_lengths[y].sum())
-            n_documents += int((y == data.eos_token_id).sum())
-        output = model(
-            torch.from_numpy(inputs).to(device),
-            labels=torch.from_numpy(targets).to(device),
-            ignore_index=IGNORE,
-            loss_reduction="none",
-            return_logits=False,
-        )
-        assert isinstance(output, LMOutputWithLoss)
-        nll = output.ce_loss.view(len(batches[i]), length).double().sum(dim=1)
-        sums[i] = nll.tolist()
+        nll = loss(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        if first + rank != i:
+            continue
+        sums[i] = nll.view(batch_size, sequence_length).double().sum(dim=1).tolist()
+        predicted = targets[targets != IGNORE]
+        n_bytes += int(byte_lengths[predicted].sum())
+        n_documents += int((predicted == data.eos_token_id).sum())
         if progress is not None:
-            progress(len(sums) * world_size, len(batches))
+            progress(min(len(sums) * world_size, len(batches)), len(batches))
 
     if world_size > 1:
         parts: list = [None] * world_size
@@ -263,7 +287,7 @@ def evaluate_heldout(
         n_bytes = sum(b for _, b, _ in parts)
         n_documents = sum(d for _, _, d in parts)
     return HeldoutResult(
-        nll_nats=math.fsum(x for i in range(len(batches)) for x in sums[i]),
+        nll_nats=math.fsum(x for i in range(len(batches)) for x in sums[i][: len(batches[i])]),
         tokens=sum(w.targets for w in all_windows),
         bytes=n_bytes,
         documents=n_documents,

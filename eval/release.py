@@ -33,7 +33,7 @@ from .checkpoint import (
     open_weights,
     read_checkpoint,
 )
-from .heldout import HeldoutData, evaluate_heldout, token_byte_lengths
+from .heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
 from .releases import RELEASES
 from .run import find_tokenizer
 
@@ -134,8 +134,9 @@ def measure(
 ) -> dict[str, Any]:
     """The held-out cross-entropy, as ``run.sh`` measures it."""
     return evaluate_heldout(
-        loaded.model,
+        model_loss(loaded.model),
         data,
+        device=loaded.model.device,
         sequence_length=loaded.sequence_length,
         byte_lengths=token_byte_lengths(tokenizer.tokenizer),
         pad_token_id=loaded.tokenizer_config.pad_token_id,

@@ -38,7 +38,7 @@ from .checkpoint import (
     open_weights,
     read_checkpoint,
 )
-from .heldout import HeldoutData, evaluate_heldout, token_byte_lengths
+from .heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
 from .offline_tasks import (
     KNOWN_TASKS,
     OFFLINE_SPLIT,
@@ -443,8 +443,9 @@ def main(argv: list[str] | None = None) -> int:
         if data is not None:
             began = time.monotonic()
             results["heldout"] = evaluate_heldout(
-                loaded.model,
+                model_loss(loaded.model),
                 data,
+                device=loaded.model.device,
                 sequence_length=args.max_length or loaded.sequence_length,
                 byte_lengths=token_byte_lengths(tokenizer.tokenizer),
                 pad_token_id=loaded.tokenizer_config.pad_token_id,

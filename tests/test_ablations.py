@@ -16,6 +16,7 @@ def load(name: str):
     spec = importlib.util.spec_from_file_location(f"ablations_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -103,12 +104,56 @@ def test_a_run_becomes_a_result(tmp_path):
     with pytest.raises(collect.UserError, match="not finished"):
         collect.collect(run)
     with (run / "metrics.jsonl").open("a") as f:
-        f.write(json.dumps({"step": 40, "eval/lm/held-out/CE loss": 5.5}) + "\n")
+        f.write(json.dumps({"step": 40, "eval/held-out/CE loss": 5.5}) + "\n")
     out = collect.collect(run)
     assert out["heldout_loss_nats"] == 5.5 and out["train_loss_last_nats"] == 6.0
     assert out["tokens"] == 40_000 and out["tokens_per_s_per_gpu_median"] == 9.0
     with pytest.raises(collect.UserError, match="not a run folder"):
         collect.collect(tmp_path)
+
+
+def test_series_parses_arms():
+    series = load("series")
+    runs = series.parse_arm("ldm@0.001:42,43x100", "90m")
+    assert [(r.variant, r.lr, r.seed, r.steps) for r in runs] == [
+        ("ldm", 0.001, 42, 100),
+        ("ldm", 0.001, 43, 100),
+    ]
+    (run,) = series.parse_arm("ldm_k4", "90m")
+    assert run.result == "90m-ldm_k4-lr2e-3-seed42-steps400.json"
+    for arm, needle in (
+        ("huge", "unknown variant 'huge'"),
+        ("ldm@x", "is no arm"),
+        (":3", "is no arm"),
+    ):
+        with pytest.raises(series.UserError, match=needle):
+            series.parse_arm(arm, "90m")
+
+
+def test_series_skips_what_has_a_result_and_says_what_failed(tmp_path, monkeypatch, capsys):
+    series = load("series")
+    (tmp_path / "90m-ldm-lr2e-3-seed42-steps400.json").write_text("{}")
+    started = []
+
+    def execute(run, device, opts):
+        started.append((run.variant, run.seed, device))
+        if run.variant == "mhc":
+            return "failed with exit status 1"
+        (opts.out / run.result).write_text("{}")
+        return "done"
+
+    monkeypatch.setattr(series, "execute", execute)
+    arms = ["ldm:42,43", "mhc", "preln"]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["series.py", "--gpu", "h200", "--devices", "0,1", "--out", str(tmp_path), *arms],
+    )
+    with pytest.raises(series.UserError, match="1 runs have no result: 90m-mhc-lr2e-3-seed42"):
+        series.main()
+    assert {s[:2] for s in started} == {("ldm", 43), ("mhc", 42), ("preln", 42)}
+    assert {s[2] for s in started} <= {"0", "1"}
+    assert "4 runs, 1 of them have a result already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

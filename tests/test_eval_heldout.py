@@ -24,7 +24,13 @@ from eval_helpers import (
 
 from config_utils.errors import UserError
 from config_utils.experiment import tokenizer_config
-from eval.heldout import HeldoutData, HeldoutResult, evaluate_heldout, token_byte_lengths
+from eval.heldout import (
+    HeldoutData,
+    HeldoutResult,
+    evaluate_heldout,
+    model_loss,
+    token_byte_lengths,
+)
 from olmo_core.data import DataCollator, NumpyPaddedFSLDatasetConfig
 from olmo_core.data.utils import get_labels
 from olmo_core.eval.lm_evaluator import LMEvaluator
@@ -53,7 +59,13 @@ def byte_lengths() -> np.ndarray:
 def measure(model, root, byte_lengths, **options) -> HeldoutResult:
     data = HeldoutData(root, tokenizer_config(), max_tokens=options.pop("max_tokens", None))
     return evaluate_heldout(
-        model, data, sequence_length=T, byte_lengths=byte_lengths, pad_token_id=PAD, **options
+        model_loss(model),
+        data,
+        device=model.device,
+        sequence_length=T,
+        byte_lengths=byte_lengths,
+        pad_token_id=PAD,
+        **options,
     )
 
 
@@ -214,8 +226,9 @@ def test_data_that_cannot_be_used(corpus, tmp_path):
     with pytest.raises(UserError, match="no token to predict"):
         data = HeldoutData(corpus[0], tokenizer_config(), max_tokens=1)
         evaluate_heldout(
-            tiny_model(tiny_config(METHODS["preln"])),
+            model_loss(tiny_model(tiny_config(METHODS["preln"]))),
             data,
+            device=torch.device("cpu"),
             sequence_length=T,
             byte_lengths=np.zeros(50_280, dtype=np.int64),
             pad_token_id=PAD,

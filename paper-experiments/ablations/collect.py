@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from config_utils.errors import UserError, run_cli
 
 RESULTS = Path(__file__).resolve().parent / "results"
-HELD_OUT, TRAIN = "eval/lm/held-out/CE loss", "train/CE loss"
+HELD_OUT, TRAIN = "eval/held-out/CE loss", "train/CE loss"
 WARM_UP_STEPS = 20
 """Steps left out of the speed: compilation and the allocator."""
 
@@ -34,9 +34,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def collect(run: Path) -> dict[str, Any]:
+def collect(run: Path, shared_gpu: bool = False) -> dict[str, Any]:
     """
     One run's result, from the run folder of ``launch.sh``.
+
+    :param shared_gpu: Other processes used the GPU at the same time, so that its speed says nothing and is left out.
 
     :raises UserError: If the folder is no run, or the run has not finished.
     """
@@ -58,7 +60,7 @@ def collect(run: Path) -> dict[str, Any]:
         v for m in metrics for k, v in m.items() if k == "gpu_memory/GPU reserved mem (GiB)"
     ]
     return {
-        "schema_version": 1,
+        "schema_version": 2,  # 1 had the loss of OLMo-core's evaluator
         "run": config["run_name"],
         "scale": config["scale"],
         "variant": config["method"],
@@ -69,7 +71,7 @@ def collect(run: Path) -> dict[str, Any]:
         "tokens": steps * batch,
         "heldout_loss_nats": last[-1][HELD_OUT],
         "train_loss_last_nats": [m[TRAIN] for m in metrics if TRAIN in m][-1],
-        "tokens_per_s_per_gpu_median": statistics.median(tps) if tps else None,
+        "tokens_per_s_per_gpu_median": statistics.median(tps) if tps and not shared_gpu else None,
         "peak_active_memory_gib": max(memory, default=None),
         "peak_reserved_memory_gib": max(reserved, default=None),
         "curve": [
@@ -209,12 +211,15 @@ def main() -> int:
     save = commands.add_parser("save", help="run folders to JSON files")
     save.add_argument("runs", type=Path, nargs="+")
     save.add_argument("--out", type=Path, default=RESULTS)
+    save.add_argument(
+        "--shared-gpu", action="store_true", help="the runs shared a GPU: leave their speed out"
+    )
     table = commands.add_parser("table", help="JSON files to a table and a plot")
     table.add_argument("--results", type=Path, default=RESULTS)
     opts = parser.parse_args()
     if opts.command == "save":
         for run in opts.runs:
-            result = collect(run)
+            result = collect(run, opts.shared_gpu)
             name = f"{result['run']}-steps{result['steps']}.json"
             write(opts.out / name, json.dumps(result, indent=1) + "\n")
             print(f"{name}: held-out {result['heldout_loss_nats']:.4f} nats")

@@ -31,7 +31,7 @@ from eval.checkpoint import load_checkpoint
 from olmo_core.nn.depth import retrieval_map
 
 NOTE = "This run shows that the pipeline works. It ranks nothing: the models are tiny, trained for minutes, on one seed."
-TRAIN_LOSS, HELD_OUT_LOSS = "train/CE loss", "eval/lm/held-out/CE loss"
+TRAIN_LOSS, HELD_OUT_LOSS = "train/CE loss", "eval/held-out/CE loss"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

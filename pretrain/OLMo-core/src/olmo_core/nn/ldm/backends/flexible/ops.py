@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from olmo_core.nn.depth.triton_launcher import Launcher
+
 from ..reference import LDMParameters
 from . import kernels
 from .launch_table import (
@@ -24,7 +26,6 @@ from .launch_table import (
     next_power_of_2,
     vector,
 )
-from olmo_core.nn.depth.triton_launcher import Launcher
 from .options import BoundaryOptions
 
 Tensor = torch.Tensor

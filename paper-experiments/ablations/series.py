@@ -1,0 +1,185 @@
+"""
+Runs many arms of the ablation series on one machine, several at once on each GPU, and keeps one JSON file of each.
+
+    python paper-experiments/ablations/series.py --gpu h200 --slots 3 ldm preln softmax_key
+    python paper-experiments/ablations/series.py --gpu h200 ldm:42,43,44 ldm@0.001 ldm@0.004 "ldm:42x1167"
+
+An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS]``. What has a result already is skipped, so the same command goes on after a
+stop. Small models leave a GPU idle while they compile and load; with several runs at once it is not, but their speed then says
+nothing and is left out of the results. Environment: as for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from config_utils.errors import UserError, run_cli
+from config_utils.experiment import run_name
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_STEPS = {"90m": 400, "400m": 14_305}
+DEFAULT_LR = {"90m": 0.002, "400m": 0.001}
+_ARM = re.compile(r"(?P<variant>\w+?)(@(?P<lr>[\d.e-]+))?(:(?P<seeds>[\d,]+))?(x(?P<steps>\d+))?")
+
+
+@dataclass(frozen=True)
+class Run:
+    scale: str
+    variant: str
+    lr: float
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return run_name(self.scale, self.variant, self.lr, self.seed)
+
+    @property
+    def result(self) -> str:
+        return f"{self.name}-steps{self.steps}.json"
+
+
+def parse_arm(text: str, scale: str) -> list[Run]:
+    """
+    The runs of one arm, one for each seed.
+
+    :raises UserError: If the text is no arm or the variant has no config.
+    """
+    match = _ARM.fullmatch(text)
+    if match is None:
+        raise UserError(
+            f"'{text}' is no arm: write VARIANT[@LR][:SEED[,SEED ...]][xSTEPS], such as ldm@0.001:42,43"
+        )
+    variant = match["variant"]
+    if not (HERE / "configs" / f"{variant}.yaml").is_file():
+        known = ", ".join(sorted(p.stem for p in (HERE / "configs").glob("*.yaml")))
+        raise UserError(f"unknown variant '{variant}': choose one of {known}")
+    try:
+        lr = float(match["lr"]) if match["lr"] else DEFAULT_LR[scale]
+        seeds = [int(s) for s in (match["seeds"] or "42").split(",")]
+    except ValueError:
+        raise UserError(f"'{text}': the learning rate or a seed is not a number") from None
+    steps = int(match["steps"] or DEFAULT_STEPS[scale])
+    return [Run(scale, variant, lr, seed, steps) for seed in seeds]
+
+
+def execute(run: Run, device: str | None, opts: argparse.Namespace) -> str:
+    """Train one run and collect it. Returns what to say about it."""
+    root = Path(os.environ.get("CHECKPOINT_DIR", "checkpoints/ablations"))
+    # Runs of different lengths have the same name and may go on at the same time.
+    checkpoints = root / f"steps{run.steps}"
+    folder = checkpoints / run.name
+    environment = {
+        **os.environ,
+        "SCALE": run.scale,
+        "LR": str(run.lr),
+        "SEED": str(run.seed),
+        "STEPS": str(run.steps),
+        "CHECKPOINT_DIR": str(checkpoints),
+        "NPROC": "1",
+    }
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    log = root / "logs" / f"{run.result.removesuffix('.json')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("w") as stream:
+        try:
+            code = subprocess.run(
+                ["bash", str(HERE / "launch.sh"), run.variant, opts.gpu, *opts.override],
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=opts.timeout,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"stopped after {opts.timeout:.0f} s, see {log}"
+    if code != 0:
+        return f"failed with exit status {code}, see {log}"
+    collect = [
+        sys.executable,
+        str(HERE / "collect.py"),
+        "save",
+        str(folder),
+        "--out",
+        str(opts.out),
+    ]
+    if opts.slots > 1:
+        collect.append("--shared-gpu")
+    done = subprocess.run(collect, capture_output=True, text=True)
+    if done.returncode != 0:
+        return f"trained, but could not be collected: {done.stderr.strip()}"
+    if opts.discard:
+        shutil.rmtree(folder)
+    return f"{done.stdout.strip()}, {time.monotonic() - began:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("arms", nargs="+", metavar="ARM")
+    parser.add_argument("--gpu", required=True, help="h100, h200, b200 or cpu, as for launch.sh")
+    parser.add_argument("--scale", default="90m", choices=sorted(DEFAULT_STEPS))
+    parser.add_argument("--slots", type=int, default=1, help="runs at once on each GPU (1)")
+    parser.add_argument("--devices", default="0", help="indices of the GPUs, such as 0,1 (0)")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--timeout", type=float, help="seconds after which a run is given up")
+    parser.add_argument(
+        "--discard", action="store_true", help="remove a run's checkpoints once it is collected"
+    )
+    parser.add_argument(
+        "--override", action="append", default=[], help="a config override for every run"
+    )
+    opts = parser.parse_args()
+    if opts.slots < 1:
+        raise UserError(f"--slots must be at least 1, got {opts.slots}")
+    opts.out = opts.out.resolve()
+    runs = list(dict.fromkeys(r for arm in opts.arms for r in parse_arm(arm, opts.scale)))
+    todo = [r for r in runs if not (opts.out / r.result).is_file()]
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them have a result already", flush=True)
+    queue: SimpleQueue[Run] = SimpleQueue()
+    for run in todo:
+        queue.put(run)
+    failures: list[Run] = []
+
+    def work(device: str | None) -> None:
+        while True:
+            try:
+                run = queue.get_nowait()
+            except Empty:
+                return
+            said = execute(run, device, opts)
+            if not (opts.out / run.result).is_file():
+                failures.append(run)
+            print(f"{run.name} x{run.steps}: {said}; {queue.qsize()} to start", flush=True)
+
+    devices = [None] if opts.gpu == "cpu" else opts.devices.split(",")
+    threads = [
+        threading.Thread(target=work, args=(device,))
+        for _ in range(opts.slots)
+        for device in devices
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise UserError(
+            f"{len(failures)} runs have no result: {', '.join(r.name for r in failures)}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
