@@ -108,7 +108,9 @@ class HeldOutCallback(Callback):
             self.evaluate()
 
     def post_train(self) -> None:
-        self.evaluate()
+        # Not after a SIGTERM: a cluster that takes the machine back waits for seconds.
+        if self.step == self.trainer.max_steps:
+            self.evaluate()
 
     def evaluate(self) -> None:
         from eval.heldout import IGNORE, HeldoutData, evaluate_heldout

@@ -203,7 +203,7 @@ def build_experiment(
         save_overwrite=True,
         max_duration=Duration.steps(steps),
         metrics_collect_interval=10,
-        cancel_check_interval=10,
+        cancel_check_interval=2,  # steps until a SIGTERM is seen
         callbacks={
             "config_saver": ConfigSaverCallback(),
             "checkpointer": CheckpointerCallback(

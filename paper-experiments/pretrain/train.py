@@ -129,11 +129,11 @@ def main() -> int:
         print(yaml.safe_dump(plain, sort_keys=False), end="")
         return 0
     resumed_from = check_same_model(config)
-    train(config, resumed_from)
-    return 0
+    return train(config, resumed_from)
 
 
-def train(config: ExperimentConfig, resumed_from: int | None) -> None:
+def train(config: ExperimentConfig, resumed_from: int | None) -> int:
+    """:returns: The exit status: 143 (128 + SIGTERM) if the run was stopped before its end, so that nothing goes on with it."""
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     backend = None
     if distributed:
@@ -176,7 +176,16 @@ def train(config: ExperimentConfig, resumed_from: int | None) -> None:
         if rich.get_console().is_terminal:
             rich.print(f"[bold]{config.run_name}[/bold]: {model.num_params:,d} parameters")
     trainer.fit()
+    step, last_step = trainer.global_step, trainer.max_steps
     teardown_training_environment()
+    if last_step is not None and step < last_step:
+        log.warning(
+            "Stopped at step %d of %d with a checkpoint; the same command goes on from there",
+            step,
+            last_step,
+        )
+        return 143
+    return 0
 
 
 if __name__ == "__main__":
