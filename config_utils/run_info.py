@@ -23,10 +23,11 @@ def git_state() -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError):
             return None
 
-    # A machine that got a copy of the tree without its history can say the commit in the environment.
-    commit = git("rev-parse", "HEAD") or os.environ.get("DEPTH_MEMORY_COMMIT")
+    # A machine that got a copy of the tree without its history, or with another one, is told the commit.
+    if commit := os.environ.get("DEPTH_MEMORY_COMMIT"):
+        return {"commit": commit, "dirty": None}
     status = git("status", "--porcelain")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
 def versions() -> dict[str, str | None]:

@@ -1,0 +1,284 @@
+"""
+The rounds of the benchmark: every method once a round, in an order that rotates, each in a process of its own.
+``rounds.sh`` is the way to start it; its header explains the settings.
+"""
+
+import argparse
+import datetime
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # config_utils, uninstalled
+
+import measure
+import summarize
+import timing
+
+from config_utils.errors import UserError, run_cli
+from config_utils.run_info import run_info
+from config_utils.scales import load_scale
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_METHODS = "preln attnres_block attnres_full mhc ldm ldm_k4"
+KNOBS = ("seq", "tokens", "batch", "batches", "context", "steps", "warmup", "seed")
+"""Options that measure.py gets as they are; in the environment of rounds.sh by the same names in capitals."""
+
+
+def rotated(methods: list[str], number: int) -> list[str]:
+    """The order of round ``number`` (from 1): every method comes first once in as many rounds as there are methods."""
+    shift = (number - 1) % len(methods)
+    return methods[shift:] + methods[:shift]
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode")
+    parser.add_argument("scale")
+    parser.add_argument("gpu")
+    parser.add_argument("rounds")
+    parser.add_argument("--methods", default=DEFAULT_METHODS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--nproc")
+    parser.add_argument("--timeout", default="900")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    for knob in KNOBS:
+        parser.add_argument(f"--{knob}")
+    opts, overrides = parser.parse_known_args(argv)
+    opts.overrides = overrides
+
+    if opts.mode not in measure.MODES:
+        raise UserError(f"unknown mode '{opts.mode}': choose one of {', '.join(measure.MODES)}")
+    if opts.gpu not in measure.GPUS:
+        raise UserError(f"unknown GPU '{opts.gpu}': choose one of {', '.join(measure.GPUS)}")
+    load_scale(opts.scale)
+    for name in ("rounds", "timeout", "nproc"):
+        text = getattr(opts, name)
+        if text is not None:
+            values = measure.numbers(text, name.upper())
+            if len(values) > 1:
+                raise UserError(f"{name.upper()} is one number, got '{text}'")
+            setattr(opts, name, values[0])
+    opts.methods = opts.methods.replace(",", " ").split()
+    if not opts.methods or len(set(opts.methods)) < len(opts.methods):
+        raise UserError(f"METHODS must name each method once, got '{' '.join(opts.methods)}'")
+    # measure.py's own checks, before the first process starts.
+    for text in opts.methods:
+        measure.parse_args(measure_arguments(opts, text))
+    for text in opts.methods:
+        measure.parse_method(text, opts.scale)
+    return opts
+
+
+def measure_arguments(opts: argparse.Namespace, method: str) -> list[str]:
+    arguments = [opts.mode, opts.scale, method, "--gpu", opts.gpu]
+    for knob in KNOBS:
+        if (value := getattr(opts, knob)) is not None:
+            arguments += [f"--{knob}", value]
+    if opts.no_compile:
+        arguments.append("--no-compile")
+    return arguments + opts.overrides
+
+
+def measure_command(opts: argparse.Namespace, method: str, nproc: int, out: Path) -> list[str]:
+    command = [sys.executable]
+    if nproc > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return [*command, str(HERE / "measure.py"), *measure_arguments(opts, method), "--out", str(out)]
+
+
+def default_processes(opts: argparse.Namespace) -> int:
+    """
+    All GPUs for training, one for the rest.
+
+    :raises UserError: If more are asked for than there are, or than the mode takes.
+    """
+    import torch
+
+    if opts.mode != "train" and (opts.nproc or 1) > 1:
+        raise UserError(f"{opts.mode} runs on one GPU: leave NPROC unset")
+    if opts.gpu == "cpu" or opts.dry_run:
+        return opts.nproc or 1
+    here = torch.cuda.device_count()  # asks the driver; makes no context in this process
+    if here == 0:
+        raise UserError(f"this machine has no CUDA GPU: give cpu in the place of {opts.gpu}")
+    if (opts.nproc or 1) > here:
+        raise UserError(f"NPROC={opts.nproc}, but {here} GPUs are here")
+    return opts.nproc or (here if opts.mode == "train" else 1)
+
+
+def run_process(command: list[str], log: Path, timeout: float) -> int | None:
+    """
+    Run a command with its output in ``log``; its exit code, or ``None`` if it took too long. It and everything that it
+    started are ended then, and when this process is interrupted.
+    """
+    with log.open("ab") as f:
+        f.write(f"\n$ {shlex.join(command)}\n".encode())
+        f.flush()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=f, stderr=f, start_new_session=True
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def last_words(log: Path, start: int) -> str:
+    """The last line that says something in what was written to the log since ``start``."""
+    with log.open("rb") as f:
+        f.seek(start)
+        lines = f.read().decode(errors="replace").split("\n$ ")[-1].strip().splitlines()[1:]
+    return next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
+
+
+def run_to_json(command: list[str], out: Path, log: Path, timeout: float) -> dict[str, Any]:
+    """
+    What a process of measure.py wrote to ``out``. If it wrote nothing, ``status`` and ``error`` say how it ended.
+    """
+    import json
+
+    out.unlink(missing_ok=True)
+    start = log.stat().st_size if log.exists() else 0
+    code = run_process(command, log, timeout)
+    try:
+        return json.loads(out.read_text())
+    except FileNotFoundError:
+        pass
+    finally:
+        out.unlink(missing_ok=True)
+    if code is None:
+        return {"status": "timeout", "error": f"no result after {timeout} s (TIMEOUT)"}
+    if code < 0:
+        why = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
+        return {"status": "failed", "error": f"ended by signal {-code}{why}"}
+    return {"status": "failed", "error": last_words(log, start) or f"exit code {code}"}
+
+
+def environment_text(opts: argparse.Namespace) -> str:
+    """The command that gives this run again."""
+    words = []
+    if opts.methods != DEFAULT_METHODS.split():
+        words.append(f"METHODS={shlex.quote(' '.join(opts.methods))}")
+    for knob in (*KNOBS, "nproc"):
+        if (value := getattr(opts, knob)) is not None:
+            words.append(f"{knob.upper()}={shlex.quote(str(value))}")
+    if opts.no_compile:
+        words.append("COMPILE=0")
+    arguments = [opts.mode, opts.scale, opts.gpu, str(opts.rounds), *opts.overrides]
+    return " ".join([*words, "rounds.sh", shlex.join(arguments)])
+
+
+def run_rounds(opts: argparse.Namespace, out: Path, nproc: int) -> None:
+    log, part = out / "log.txt", out / ".measurement.json"
+    info = run_info()
+
+    def canary() -> dict[str, Any]:
+        command = [sys.executable, str(HERE / "measure.py"), "canary", "--gpu", opts.gpu]
+        return run_to_json([*command, "--out", str(part)], part, log, opts.timeout)
+
+    before = canary()
+    if "device" not in before:
+        raise UserError(
+            f"the first reading of the machine's speed failed: {before['error']} (see {log})"
+        )
+    settings = {
+        "mode": opts.mode,
+        "scale": opts.scale,
+        "gpu": opts.gpu,
+        "device": before["device"],
+        "world_size": nproc,
+        "methods": opts.methods,
+        "options": {knob: getattr(opts, knob) for knob in KNOBS},
+        "overrides": opts.overrides,
+        "compile": not opts.no_compile,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": environment_text(opts),
+    }
+    if opts.gpu != "cpu" and opts.gpu.upper() not in before["device"]:
+        print(f"warning: {opts.gpu} was named, {before['device']} is here; MFU is of what is here")
+    for number in range(1, opts.rounds + 1):
+        path = out / f"round-{number}.json"
+        order = rotated(opts.methods, number)
+        result: dict[str, Any] = {
+            "round": number,
+            "complete": False,
+            "settings": settings,
+            "order": order,
+            "run": info,
+            "canary_before": before,
+            "canary_after": None,
+            "rows": [],
+        }
+        for method in order:
+            started = time.perf_counter()
+            command = measure_command(opts, method, nproc, part)
+            row = run_to_json(command, part, log, opts.timeout)
+            row |= {"method": method, "process_seconds": time.perf_counter() - started}
+            result["rows"].append(row)
+            # Whole after every method: a run that is stopped leaves what it measured, and says that it was stopped.
+            timing.write_json(path, result)
+            print(f"round {number}/{opts.rounds}  {method}: {progress(row)}", flush=True)
+        after = canary()
+        if "device" in after:
+            result["canary_after"] = before = after
+        result["complete"] = True
+        timing.write_json(path, result)
+
+
+def progress(row: dict[str, Any]) -> str:
+    seconds = f"({row['process_seconds']:.0f} s)"
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['error']} {seconds}"
+    parts = []
+    for case in row["cases"]:
+        where = f"{case['batch']} x {case['context']}: " if "batch" in case else ""
+        what = case["status"]
+        if what == "ok":
+            what = f"{case['tokens_per_s']:,.0f} tokens/s, {case['ms']['median']:.2f} ms"
+        parts.append(where + what)
+    return "; ".join(parts) + f" [{row['backend']}] {seconds}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    opts = parse_args(sys.argv[1:] if argv is None else argv)
+    nproc = default_processes(opts)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    out = opts.out or Path("results/throughput") / f"{opts.mode}-{opts.scale}-{opts.gpu}-{stamp}"
+    if opts.dry_run:
+        print(f"# {opts.rounds} rounds into {out}; a canary before and after each")
+        for number in range(1, opts.rounds + 1):
+            for method in rotated(opts.methods, number):
+                command = measure_command(opts, method, nproc, out / ".measurement.json")
+                print(f"round {number}: {shlex.join(command)}")
+        return 0
+    if out.exists() and any(out.glob("round-*.json")):
+        raise UserError(
+            f"{out} holds the rounds of another run: set OUT to another folder, or move it away"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"OUT={out} cannot be made ({e.strerror}): set OUT to a folder") from None
+    try:
+        run_rounds(opts, out, nproc)
+    except KeyboardInterrupt:
+        print(f"stopped; summarize.py {out} shows what was measured", file=sys.stderr)
+        return 130
+    summarize.summarise_folder(out)
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
