@@ -11,7 +11,7 @@
 #   DRY_RUN=1 bash paper-experiments/quickstart/quickstart.sh            # print the commands
 #
 # Environment: METHODS ("preln ldm"), STEPS (110 on a CPU, 1100 on a GPU), LR (0.004), LIMIT (documents a task; 20),
-# OUT (results/quickstart), SKIP_SETUP=1 (use the active environment instead of `uv sync`).
+# HELDOUT_TOKENS (read of the held-out text; 100000), OUT (results/quickstart), SKIP_SETUP=1 (use the active environment instead of `uv sync`).
 # Safe to run again: finished tokens and checkpoints are used, and a stopped training run goes on.
 set -euo pipefail
 
@@ -37,6 +37,7 @@ DRY_RUN=${DRY_RUN:-0}
 METHODS=${METHODS:-preln ldm}
 LR=${LR:-0.004}
 LIMIT=${LIMIT:-20}
+HELDOUT_TOKENS=${HELDOUT_TOKENS:-100000}
 OUT=${OUT:-results/quickstart}
 GPU=cpu STEPS=${STEPS:-}
 if nvidia-smi -L >/dev/null 2>&1; then
@@ -88,7 +89,7 @@ for METHOD in $METHODS; do
   fi
   RESULT=$OUT/eval-$METHOD.json
   run bash paper-experiments/pretrain/evaluation/run.sh "$CHECKPOINT" "$RESULT" \
-    --offline --tasks hellaswag,piqa,arc_easy --limit "$LIMIT"
+    --offline --tasks hellaswag,piqa,arc_easy --limit "$LIMIT" --heldout-tokens "$HELDOUT_TOKENS"
   RESULTS+=("$RESULT")
 done
 run python paper-experiments/quickstart/summarize.py "$OUT" --seconds "$((SECONDS - started))" "${RESULTS[@]}"
