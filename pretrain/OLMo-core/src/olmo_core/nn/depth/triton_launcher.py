@@ -28,8 +28,8 @@ def _observed() -> bool:
 
 class Launcher:
     """
-    One Triton kernel with its compile-time arguments. The kernel's arguments are tensors from outside, tensors of our own,
-    numbers that it is not specialised on, and constants, in this order.
+    One Triton kernel with its compile-time arguments. The kernel's arguments are tensors from outside (or tuples of them),
+    tensors of our own, numbers that it is not specialised on, and constants, in this order.
 
     :param constants: By name; those that the kernel has no argument for are left out.
     :param options: Triton's launch options, such as ``num_warps``.
@@ -45,18 +45,18 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        given: tuple[torch.Tensor | None, ...],
+        given: tuple[torch.Tensor | tuple[torch.Tensor, ...] | None, ...],
         own: tuple[torch.Tensor | None, ...],
         *numbers: Any,
     ) -> None:
         """
         Launch on the current stream of the current device, which must be the tensors'.
 
-        :param given: Of any layout: the kernel sees a contiguous copy if need be.
+        :param given: Of any layout: the kernel sees a contiguous copy if need be. All tensors of a tuple have one dtype.
         :param own: Just allocated and so contiguous and aligned; their dtypes and which are absent follow from ``given``
             and the constants. The first is not ``None``.
         """
-        pointers: list[int | None] = []
+        pointers: list[int | tuple[int, ...] | None] = []
         key: list[Any] = [own[0].get_device()]  # type: ignore[union-attr]
         copies: list[torch.Tensor] = []
         bits = 0
@@ -64,6 +64,15 @@ class Launcher:
             if t is None:
                 pointers.append(None)
                 key.append(None)
+                continue
+            if isinstance(t, tuple):
+                members = [m if m.is_contiguous() else m.contiguous() for m in t]
+                copies += members
+                addresses = tuple([m.data_ptr() for m in members])
+                for pointer in addresses:
+                    bits |= pointer
+                pointers.append(addresses)
+                key.append((len(addresses), members[0].dtype))
                 continue
             if not t.is_contiguous():
                 t = t.contiguous()
@@ -87,7 +96,14 @@ class Launcher:
 
     def _launch(self, grid, tensors, numbers, key: tuple | None) -> None:
         """As Triton does it, and remember what it compiled."""
-        tensors = [t if t is None else t.contiguous() for t in tensors]
+        tensors = [
+            tuple(m.contiguous() for m in t)
+            if isinstance(t, tuple)
+            else t
+            if t is None
+            else t.contiguous()
+            for t in tensors
+        ]
         kernel = self.kernel[grid](*tensors, *numbers, *self.constants, **self.options)
         if key is not None and _KNOWN and isinstance(kernel, CompiledKernel):
             self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)

@@ -11,13 +11,15 @@ from olmo_core.nn.depth import connection
 from olmo_core.nn.depth.connection import DepthBackend, DepthBoundary, State
 from olmo_core.nn.transformer.init import _apply_init
 
-from .backends import flexible
+from .backends import fast, flexible
 from .backends.flexible.options import BoundaryOptions
 from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
 
 if TYPE_CHECKING:
     from .config import LDMConfig
 
+KERNELS = (DepthBackend.fast, DepthBackend.flexible)
+"""The backends with kernels of their own; the fast one has the flexible one's boundary 0."""
 FORGET_RATES = (1e-4, 1e-2)
 """The first and last forget rate ``softplus(b)`` of the slots at the start, log-spaced."""
 SCALAR_FORGET_RATE = 1e-3
@@ -161,6 +163,13 @@ class LDMBoundary(DepthBoundary):
         self, device: torch.device, dtype: torch.dtype
     ) -> dict[DepthBackend, Callable[[], str | None]]:
         return {
+            DepthBackend.fast: lambda: fast.unavailable(
+                device,
+                dtype,
+                self.d_model,
+                self.config,
+                by_name=self.backend == DepthBackend.fast,
+            ),
             DepthBackend.flexible: lambda: flexible.unavailable(
                 device,
                 dtype,
@@ -175,15 +184,22 @@ class LDMBoundary(DepthBoundary):
         self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
     ) -> tuple[State, torch.Tensor]:
         # The kernels do not look at autocast, and leaving and restoring it costs the host as much as a launch.
-        if self.selected_backend == DepthBackend.flexible and connection._RECORDER is None:
+        if self.selected_backend in KERNELS and connection._RECORDER is None:
             return self.run_backend(state, y, norm_weight)
         return super().forward(state, y, norm_weight)
 
     def run_backend(
         self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
     ) -> tuple[State, torch.Tensor]:
-        if self.selected_backend != DepthBackend.flexible:
+        if self.selected_backend not in KERNELS:
             return super().run_backend(state, y, norm_weight)
+        if self.selected_backend == DepthBackend.fast and not self.is_first:
+            from .backends.fast import ops as fast_ops
+
+            new_memory, x = fast_ops.boundary(
+                state[0], y, self.ldm_parameters, self.options_code, norm_weight, self.eps
+            )
+            return (new_memory,), x
         from .backends.flexible import ops
 
         keeps_input = self.keeps_input

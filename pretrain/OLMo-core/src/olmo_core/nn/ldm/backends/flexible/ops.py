@@ -450,20 +450,26 @@ def _define(name: str, schema: str, launch, fake) -> Any:
     return getattr(torch.ops.depth_memory, name).default
 
 
-_forward = _define(
-    "ldm_boundary",
+_FORWARD_SCHEMA = (
     "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor? pending, "
     "Tensor? w_key, Tensor? b_key, Tensor? w_query, Tensor b_query, Tensor? w_forget, Tensor? b_forget, "
     "Tensor? w_beta, Tensor? b_beta, Tensor norm_weight, float eps, str options) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = (
+    "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor packed, "
+    "Tensor? d_memory_out, Tensor d_x, Tensor? d_residual_out, str options) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_forward = _define(
+    "ldm_boundary",
+    _FORWARD_SCHEMA,
     _op_forward,
     _fake_forward,
 )
 _backward = _define(
     "ldm_boundary_backward",
-    "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor packed, "
-    "Tensor? d_memory_out, Tensor d_x, Tensor? d_residual_out, str options) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _BACKWARD_SCHEMA,
     _op_backward,
     _fake_backward,
 )
@@ -522,7 +528,10 @@ def _parameter_sizes(options: str, d: int) -> list[int]:
     return BoundaryOptions.decode(options).parameter_sizes(d)
 
 
-def _backward_boundary(ctx, d_memory_out, d_x, d_residual_out, *_):
+def _backward_boundary(
+    ctx, d_memory_out, d_x, d_residual_out, *_, launch: Any = None, op: Any = None
+):
+    """:param launch, op: Another backend's, with the schema of this one's."""
     saved = ctx.saved_tensors  # once: activation checkpointing refuses a second look
     y = saved[1]
     if d_x is None:
@@ -530,8 +539,8 @@ def _backward_boundary(ctx, d_memory_out, d_x, d_residual_out, *_):
     o = BoundaryOptions.decode(ctx.options)
     # With a graph of the backward to be made, the op refuses the second derivative.
     eager = _is_eager(d_x) and not torch.is_grad_enabled()
-    launch: Any = _launch_backward if eager else _backward
-    d_memory, d_y, d_key_input, d_residual, d_parameters = launch(
+    call: Any = (launch or _launch_backward) if eager else (op or _backward)
+    d_memory, d_y, d_key_input, d_residual, d_parameters = call(
         *saved,
         d_memory_out if o.write else None,
         d_x,
@@ -606,9 +615,7 @@ class _FirstBoundary(torch.autograd.Function):
 
 
 def _refuse_double_backward(ctx, *grads):
-    raise RuntimeError(
-        "LDM's flexible backend has no second derivative: use backend='reference' for one"
-    )
+    raise RuntimeError("LDM's kernels have no second derivative: use backend='reference' for one")
 
 
 torch.library.register_autograd(

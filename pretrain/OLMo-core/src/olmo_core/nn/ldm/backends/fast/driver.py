@@ -1,0 +1,144 @@
+"""
+Load compiled kernels and launch them through the CUDA driver, with :mod:`ctypes`: no package is needed besides torch. A
+kernel takes addresses (64 bits), counts (32 bits) and FP32 numbers, so its arguments are a plain C structure.
+"""
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_TYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("x", ctypes.c_uint),
+        ("y", ctypes.c_uint),
+        ("z", ctypes.c_uint),
+        ("rest", ctypes.c_char * 52),
+    )
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        message = text.value.decode() if text.value else "unknown error"
+        raise RuntimeError(f"LDM's fast backend: {what} failed: {message} (CUDA error {status})")
+
+
+class Kernel:
+    """
+    A compiled kernel on one device.
+
+    :param cubin: The machine code.
+    :param entry: The kernel's name in it.
+    :param arguments: One letter for each: ``p`` an address or an offset of 64 bits, ``i`` ``int32``, ``f`` ``float32``.
+    :raises RuntimeError: If the driver refuses it; the message has the driver's reason.
+    """
+
+    def __init__(
+        self,
+        cubin: bytes,
+        entry: str,
+        arguments: str,
+        *,
+        device: int,
+        threads: int,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+    ):
+        self.device, self.cluster = device, cluster
+        driver = _driver()
+        self._launch = driver.cuLaunchKernelEx
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().query()  # makes a context, and makes it current
+            _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {entry}")
+            _check(
+                driver.cuModuleGetFunction(ctypes.byref(self._function), module, entry.encode()),
+                f"finding {entry}",
+            )
+            _check(
+                driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes),
+                f"giving {entry} {shared_bytes} bytes of shared memory",
+            )
+        fields = tuple((f"a{i}", _TYPES[t]) for i, t in enumerate(arguments))
+        structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self._names = tuple(name for name, _ in fields)
+        self._values = structure()
+        base = ctypes.addressof(self._values)
+        offsets = [getattr(structure, name).offset for name in self._names]
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
+        attribute = _Attribute(id=_CLUSTER_DIMENSION, x=cluster, y=1, z=1)
+        self._attributes = (_Attribute * 1)(attribute)
+        self._config = _Config(
+            (1, 1, 1),
+            (threads, 1, 1),
+            shared_bytes,
+            None,
+            self._attributes,
+            1 if cluster > 1 else 0,
+        )
+        self._lock = threading.Lock()
+
+    def max_clusters(self) -> int:
+        """Clusters (blocks, without clusters) that the device runs at the same time."""
+        n = ctypes.c_int()
+        if self.cluster == 1:
+            return torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._config.grid[0] = self.cluster
+        with torch.cuda.device(self.device):
+            status = _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(n), self._function, ctypes.byref(self._config)
+            )
+        _check(status, "asking for the number of clusters")
+        return n.value
+
+    def __call__(self, blocks: int, *values: Any) -> None:
+        """
+        Launch on torch's current stream of the device.
+
+        :param blocks: A multiple of the cluster.
+        :param values: The arguments, addresses by ``data_ptr()``.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        # One set of arguments for each kernel: the driver has copied them when it returns.
+        with self._lock:
+            arguments = self._values
+            for name, value in zip(self._names, values, strict=True):
+                setattr(arguments, name, value)
+            self._config.grid[0] = blocks
+            self._config.stream = stream
+            launch = (ctypes.byref(self._config), self._function, self._pointers, None)
+            status = self._launch(*launch)
+            if status == _INVALID_CONTEXT:
+                # A thread that has not used the device yet.
+                torch.cuda.current_stream(self.device).query()
+                status = self._launch(*launch)
+        if status:
+            _check(status, "a launch")

@@ -1,0 +1,1203 @@
+"""
+The CuTe DSL kernels of the ``fast`` backend; ``DESIGN.md`` tells how they work. The maths is that of
+:mod:`..reference`. Importing this module needs ``nvidia-cutlass-dsl``.
+
+Names: ``K`` slots, ``g`` and ``c`` the row group (lane / 4) and the column group (lane % 4) of a lane in an ``mma`` fragment.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+
+from . import ptx
+from .layout import MAIN_WARPS, Spec
+
+
+def zeros() -> list:
+    return [Float32(0.0)] * 4
+
+
+def sum_over(value, n: int):
+    """The sum over each group of ``n`` lanes, in all of them."""
+    for i in range(n.bit_length() - 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=n >> (i + 1))
+    return value
+
+
+def max_over(value, n: int):
+    for i in range(n.bit_length() - 1):
+        value = ptx.maximum(value, cute.arch.shuffle_sync_bfly(value, offset=n >> (i + 1)))
+    return value
+
+
+def spread(value, n: int) -> list:
+    """The values of lanes 0 .. n - 1, in all lanes."""
+    return [cute.arch.shuffle_sync(value, offset=i) for i in range(n)]
+
+
+def dot(u, v):
+    out = u[0] * v[0]
+    for a, b in zip(u[1:], v[1:], strict=True):
+        out = out + a * b
+    return out
+
+
+def load_row(address, n: int) -> list:
+    """``n`` floats from shared memory."""
+    return [v for i in range(n // 4) for v in ptx.load_shared_float_4(address + 16 * i)]
+
+
+def load_pairs(address):
+    """8 columns of BF16 from shared memory as FP32."""
+    return [f for r in ptx.load_shared_4(address) for f in ptx.unpack(r)]
+
+
+def pack_pairs(values):
+    return [ptx.pack(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
+
+
+def split(value):
+    """Two numbers as BF16 pairs: the high parts and what they leave."""
+    a, b = value
+    high = ptx.pack(a, b)
+    ha, hb = ptx.unpack(high)
+    return high, ptx.pack(a - ha, b - hb)
+
+
+class Kernel:
+    """
+    What the kernels share. A persistent cluster of blocks takes tiles of tokens in turn. Warp 8 copies their rows into a
+    ring in shared memory; warps 0-7 take all dot products of a tile; the warps from 9 on make coefficients of them; one tile
+    later warps 0-7 read the rows again and write the results.
+    """
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+        self.shared = spec.shared
+        self.barriers = spec.barriers
+        self.n_steps = -(-spec.columns // (32 * MAIN_WARPS))
+        self.whole_steps = spec.columns % (32 * MAIN_WARPS) == 0
+        # Memory tiles of 8 rows: one token at K = 8, two at K = 4, half of one at K = 16.
+        self.memory_tiles = spec.tokens * spec.d_k // 8
+        assert spec.d_k in (4, 8, 16) and self.memory_tiles * 8 == spec.tokens * spec.d_k
+
+    @cute.jit
+    def initialise(self, base, packed, thread, rank):
+        """Barriers, and the gain as FP32 in shared memory."""
+        s = self.spec
+        b = self.barriers
+        if thread == 0:
+            for i in range_constexpr(s.stages):
+                ptx.barrier_init(base + b["full"] + 8 * i, 1)
+                ptx.barrier_init(base + b["empty"] + 8 * i, MAIN_WARPS)
+            ptx.barrier_init(base + b["partial_full"], MAIN_WARPS)
+            ptx.barrier_init(base + b["partial_empty"], s.coefficient_warps)
+            for i in range_constexpr(2):
+                ptx.barrier_init(base + b["coefficients_full"] + 8 * i, s.coefficient_warps)
+            if cutlass.const_expr(s.cluster > 1):
+                for i in range_constexpr(2 * s.coefficient_warps):
+                    ptx.barrier_init(base + b["exchange"] + 8 * i, 1)
+            cute.arch.mbarrier_init_fence()
+        gain = packed + Int64(4) * (s.map_rows * s.d + rank * s.columns)
+        for i in cutlass.range(thread, s.columns, s.threads, unroll=1):
+            value = ptx.load_global_float(gain + Int64(4) * i)
+            ptx.store_shared_float(base + self.shared["gain"] + 4 * i, value)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(s.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def load(self, base, sources, n_tokens, first_tile, step, n, rank, lane):
+        """Bulk copies of whole rows, as many tiles ahead as the ring holds."""
+        s = self.spec
+        row_bytes = 2 * s.columns
+        for i in cutlass.range(n, unroll=1):
+            stage = i % s.stages
+            full = base + self.barriers["full"] + 8 * stage
+            token = (first_tile + i * step) * s.tokens
+            n_rows = cutlass.min(n_tokens - token, s.tokens) * s.rows
+            ptx.barrier_wait(base + self.barriers["empty"] + 8 * stage, (i // s.stages + 1) & 1)
+            if lane == 0:
+                ptx.barrier_expect(full, n_rows * row_bytes)
+            cute.arch.sync_warp()
+            tile = base + self.shared["ring"] + stage * s.tile_bytes
+            for row in cutlass.range(lane, n_rows, 32, unroll=1):
+                t = token + row // s.rows
+                slot = row % s.rows
+                vector = Int64(t) * s.d + rank * s.columns
+                matrix = Int64(t) * (s.d_k * s.d) + rank * s.columns
+                source = sources[0] + 2 * (matrix + slot * s.d)
+                if slot == s.d_k:
+                    source = sources[1] + 2 * vector
+                if cutlass.const_expr(s.direction == "backward"):
+                    if slot == s.d_k + 1:
+                        source = sources[2] + 2 * vector
+                    if cutlass.const_expr(s.memory_gradient):
+                        if slot > s.d_k + 1:
+                            source = sources[3] + 2 * (matrix + (slot - (s.d_k + 2)) * s.d)
+                ptx.copy_to_shared(tile + row * s.row_bytes, source, row_bytes, full)
+
+    def column(self, j: int, warp, lane):
+        """The first of a lane's 8 columns in step ``j`` of a dot product: 32 columns for each warp."""
+        return (warp + MAIN_WARPS * j) * 32 + (lane % 4) * 8
+
+    def load_fragment(self, tile, token, row, mask):
+        """8 columns of a row, as the fragments ``b`` of the two halves of a step."""
+        s = self.spec
+        values = ptx.load_shared_4(tile + token * s.token_bytes + row * s.row_bytes)
+        return values if mask is None else tuple(v & mask for v in values)
+
+    def load_memory(self, tile, g, mask, first_row: int = 0) -> list:
+        """One for each tile of 8 memory rows."""
+        out = []
+        for t in range(self.memory_tiles):
+            if self.spec.d_k == 8:
+                token, row = t, g
+            elif self.spec.d_k == 4:
+                token, row = 2 * t + g // 4, g % 4
+            else:
+                token, row = t // 2, 8 * (t % 2) + g
+            out.append(self.load_fragment(tile, token, first_row + row, mask))
+        return out
+
+    @cute.jit
+    def sum_partials(self, base, total, t, which, count, rank, lane):
+        """The dot products of one token, summed over the warps and over the blocks of the cluster, in a fixed order."""
+        s = self.spec
+        floats = s.partial["size"]
+        partials = base + self.shared["partial"] + t * (4 * floats)
+        exchange = barrier = Int32(0)
+        if cutlass.const_expr(s.cluster > 1):
+            buffer = which * 2 + (count & 1)
+            exchange = base + self.shared["exchange"] + buffer * (4 * s.cluster * floats)
+            barrier = base + self.barriers["exchange"] + 8 * buffer
+            if lane == 0:
+                ptx.barrier_expect(barrier, 4 * floats * (s.cluster - 1))
+        for v in cutlass.range(lane, floats // 4, 32, unroll=1):
+            sums = ptx.load_shared_float_4(partials + 16 * v)
+            for w in range_constexpr(1, MAIN_WARPS):
+                more = ptx.load_shared_float_4(partials + w * (4 * s.tokens * floats) + 16 * v)
+                sums = [a + b for a, b in zip(sums, more, strict=True)]
+            if cutlass.const_expr(s.cluster == 1):
+                ptx.store_shared_float_4(total + 16 * v, sums)
+            else:
+                mine = exchange + rank * (4 * floats) + 16 * v
+                ptx.store_shared_float_4(mine, sums)
+                for other in range_constexpr(1, s.cluster):
+                    peer = (rank + other) % s.cluster
+                    ptx.store_peer_4(
+                        ptx.peer_address(mine, peer), sums, ptx.peer_address(barrier, peer)
+                    )
+        if cutlass.const_expr(s.cluster > 1):
+            ptx.barrier_wait_cluster(barrier, (count // 2) & 1)
+            cute.arch.sync_warp()
+            for v in cutlass.range(lane, floats // 4, 32, unroll=1):
+                sums = ptx.load_shared_float_4(exchange + 16 * v)
+                for r in range_constexpr(1, s.cluster):
+                    more = ptx.load_shared_float_4(exchange + r * (4 * floats) + 16 * v)
+                    sums = [a + b for a, b in zip(sums, more, strict=True)]
+                ptx.store_shared_float_4(total + 16 * v, sums)
+
+    def key(self, z):
+        s = self.spec
+        if s.key_activation == "two_sigmoid":
+            return Float32(2.0) * ptx.sigmoid(z)
+        e = ptx.exp(z - max_over(z, s.d_k))
+        return Float32(s.d_k) * e * ptx.reciprocal(sum_over(e, s.d_k))
+
+
+class Rows(NamedTuple):
+    """Map rows for the row groups ``start .. end - 1`` of half a weight tile: group ``g`` has row ``first + g``."""
+
+    first: int
+    start: int = 0
+    end: int = 8
+
+
+class WeightTile(NamedTuple):
+    """Rows 0-7 and 8-15 of a fragment ``a``: one for the high and one for the low parts, or the low parts below the high ones."""
+
+    upper: Rows | None
+    lower: Rows | None
+    stacked: bool = False
+
+
+class Forward(Kernel):
+    """
+    Warps 0-7 take the dot products of a tile of tokens (:meth:`dots`) and, one tile later, mix it (:meth:`mix`). Warp 8 loads.
+    The others turn the dot products into coefficients (:meth:`coefficients`).
+    """
+
+    def __init__(self, spec: Spec):
+        super().__init__(spec)
+        K = spec.d_k
+        key = spec.n_forget
+        query = key + K
+        has_forget = spec.n_forget > 0
+        tiles: list[WeightTile]
+        if K == 4:
+            # Rows: forget 4, key 4, query 4, nothing 4.
+            upper = Rows(0) if has_forget else Rows(key - 4, start=4)
+            tiles = [WeightTile(upper, Rows(query, end=4))]
+        elif K == 8:
+            tiles = [
+                WeightTile(Rows(0) if has_forget else None, Rows(key)),
+                WeightTile(Rows(query), Rows(query), stacked=True),
+            ]
+        else:
+            maps = [0, key, query] if has_forget else [key, query]
+            tiles = [WeightTile(Rows(first), Rows(first + 8)) for first in maps]
+        self.weight_tiles = tiles
+
+    @cute.jit
+    def __call__(
+        self,
+        memory: Int64,
+        y: Int64,
+        packed: Int64,
+        saved: Int64,
+        extra: Int64,
+        memory_out: Int64,
+        x: Int64,
+        n_tokens: Int32,
+        eps: Float32,
+        grid: Int32,
+        stream,
+    ):
+        self.kernel(memory, y, packed, saved, extra, memory_out, x, n_tokens, eps).launch(
+            grid=[grid, 1, 1],
+            block=[self.spec.threads, 1, 1],
+            cluster=[self.spec.cluster, 1, 1],
+            smem=self.shared["size"],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        memory: Int64,
+        y: Int64,
+        packed: Int64,
+        saved: Int64,
+        extra: Int64,
+        memory_out: Int64,
+        x: Int64,
+        n_tokens: Int32,
+        eps: Float32,
+    ):
+        s = self.spec
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        rank = block % s.cluster
+        first_tile = block // s.cluster
+        step = blocks // s.cluster
+        n_tiles = (n_tokens + (s.tokens - 1)) // s.tokens
+        n = (n_tiles - first_tile + step - 1) // step
+
+        self.initialise(base, packed, thread, rank)
+        if warp < MAIN_WARPS:
+            if cutlass.const_expr(s.moves_registers):
+                cute.arch.setmaxregister_increase(s.main_registers)
+            self.main(base, packed, memory_out, x, n_tokens, first_tile, step, n, rank, warp, lane)
+        else:
+            if cutlass.const_expr(s.moves_registers):
+                cute.arch.setmaxregister_decrease(s.helper_registers)
+            if warp == MAIN_WARPS:
+                self.load(base, (memory, y), n_tokens, first_tile, step, n, rank, lane)
+            else:
+                self.coefficients(
+                    base, packed, saved, extra, n_tokens, eps, first_tile, step, n, rank,
+                    warp - (MAIN_WARPS + 1), lane,
+                )  # fmt: skip
+        if cutlass.const_expr(s.cluster > 1):
+            # A block's shared memory must outlive the last store of its peers.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    # Warps 0-7.
+
+    @cute.jit
+    def main(self, base, packed, memory_out, x, n_tokens, first_tile, step, n, rank, warp, lane):
+        weights = self.load_weights(packed, rank, warp, lane)
+        for i in cutlass.range(n + 1, unroll=1):
+            if i < n:
+                self.dots(base, weights, i, warp, lane)
+            if i > 0:
+                tile = first_tile + (i - 1) * step
+                self.mix(base, memory_out, x, n_tokens, i - 1, tile, rank, warp, lane)
+
+    def load_weights(self, packed, rank, warp, lane):
+        """
+        The maps as fragments ``a`` in registers, for the whole kernel: ``[step][tile][half of the step]``. FP32 as two BF16
+        numbers, which hold 2^-17.
+        """
+        s = self.spec
+        g = lane // 4
+        out = []
+        for j in range(self.n_steps):
+            column = self.column(j, warp, lane)
+            global_column = column + rank * s.columns
+            inside = None if self.whole_steps else column < s.columns
+            tiles = []
+            for tile in self.weight_tiles:
+                up = self.load_map(packed, tile.upper, g, global_column, inside)
+                low = self.load_map(packed, tile.lower, g, global_column, inside)
+                parts = [(0, 1)] if tile.stacked else [(0, 0), (1, 1)]
+                for up_part, low_part in parts:
+                    tiles.append([self._fragment(up, low, up_part, low_part, h) for h in (0, 1)])
+            out.append(tiles)
+        return out
+
+    def load_map(self, packed, rows: Rows | None, g, column, inside) -> list:
+        """8 columns of map row ``g`` as pairs of BF16 numbers, each with its high and its low part; zeros where there is none."""
+        if rows is None:
+            return [(Uint32(0), Uint32(0))] * 4
+        valid, row = inside, g + rows.first
+        if rows.start > 0:
+            valid = g >= rows.start if valid is None else valid & (g >= rows.start)
+        if rows.end < 8:
+            valid = g < rows.end if valid is None else valid & (g < rows.end)
+        if valid is not None:
+            row, column = row * Int32(valid), column * Int32(valid)
+        address = packed + Int64(4) * (row * self.spec.d + column)
+        values = [*ptx.load_global_float_4(address), *ptx.load_global_float_4(address + 16)]
+        if valid is not None:
+            scale = Float32(Int32(valid))
+            values = [v * scale for v in values]
+        return [split((values[2 * i], values[2 * i + 1])) for i in range(4)]
+
+    @staticmethod
+    def _fragment(up, low, up_part: int, low_part: int, half: int):
+        p, q = 2 * half, 2 * half + 1
+        return [up[p][up_part], low[p][low_part], up[q][up_part], low[q][low_part]]
+
+    @cute.jit
+    def dots(self, base, weights, i, warp, lane):
+        """
+        All dot products of a tile, by tensor cores: memory rows with each other, with ``y`` and with the query's map; ``y`` with
+        itself and with all maps. The order of the columns is free in a dot product, so a lane takes 16 bytes in a row.
+        """
+        s = self.spec
+        K = s.d_k
+        g, c = lane // 4, lane % 4
+        stage = i % s.stages
+        tile = base + self.shared["ring"] + stage * s.tile_bytes
+        ptx.barrier_wait(base + self.barriers["full"] + 8 * stage, (i // s.stages) & 1)
+
+        gram = [zeros() for _ in range(self.memory_tiles)]
+        query = [zeros() for _ in range(self.memory_tiles)]
+        with_y = [zeros() for _ in range(s.tokens)]  # K = 16
+        maps = [zeros() for _ in range(3 if K == 16 else 2)]
+        norm = zeros()
+        for j in range_constexpr(self.n_steps):
+            column = self.column(j, warp, lane)
+            mask = None
+            if cutlass.const_expr(not self.whole_steps):
+                inside = column < s.columns
+                column = column * Int32(inside)
+                mask = Uint32(0) - Uint32(Int32(inside))
+
+            ys = self.load_fragment(tile + 2 * column, g % s.tokens, K, mask)
+            memory = self.load_memory(tile + 2 * column, g, mask)
+            w = weights[j]
+            for h in range_constexpr(2):
+                p, q = 2 * h, 2 * h + 1
+                by = (ys[p], ys[q])
+                if cutlass.const_expr(K == 16):
+                    n = len(w) // 2
+                    for m in range_constexpr(n):
+                        slot = m + 3 - n
+                        maps[slot] = ptx.mma(w[2 * m][h], by, maps[slot])
+                        maps[slot] = ptx.mma(w[2 * m + 1][h], by, maps[slot])
+                    for t in range_constexpr(s.tokens):
+                        low, high = memory[2 * t], memory[2 * t + 1]
+                        rows = (low[p], high[p], low[q], high[q])
+                        for k in range_constexpr(2):
+                            r = memory[2 * t + k]
+                            br = (r[p], r[q])
+                            m = 2 * t + k
+                            gram[m] = ptx.mma(rows, br, gram[m])
+                            query[m] = ptx.mma(w[-2][h], br, query[m])
+                            query[m] = ptx.mma(w[-1][h], br, query[m])
+                        with_y[t] = ptx.mma(rows, by, with_y[t])
+                    norm = ptx.mma((Uint32(0), ys[p], Uint32(0), ys[q]), by, norm)
+                else:
+                    for t in range_constexpr(self.memory_tiles):
+                        r = memory[t]
+                        br = (r[p], r[q])
+                        gram[t] = ptx.mma((r[p], ys[p], r[q], ys[q]), br, gram[t])
+                        if cutlass.const_expr(K == 8):
+                            query[t] = ptx.mma(w[2][h], br, query[t])
+                        else:
+                            query[t] = ptx.mma(w[0][h], br, query[t])
+                            query[t] = ptx.mma(w[1][h], br, query[t])
+                    maps[0] = ptx.mma(w[0][h], by, maps[0])
+                    maps[0] = ptx.mma(w[1][h], by, maps[0])
+                    if cutlass.const_expr(K == 8):
+                        maps[1] = ptx.mma(w[2][h], by, maps[1])
+                    norm = ptx.mma((Uint32(0), ys[p], Uint32(0), ys[q]), by, norm)
+
+        ptx.barrier_wait(base + self.barriers["partial_empty"], (i + 1) & 1)
+        self.store_partials(base, gram, query, with_y, maps, norm, warp, g, c)
+        cute.arch.sync_warp()
+        ptx.barrier_arrive(base + self.barriers["partial_full"], predicate=lane == 0)
+
+    def store_partials(self, base, gram, query, with_y, maps, norm, warp, g, c):
+        """
+        This warp's part of every dot product. A thread's four numbers of a product are rows ``g`` (two) and ``g + 8`` (two),
+        columns ``2c`` and ``2c + 1``.
+        """
+        s = self.spec
+        K = s.d_k
+        p = s.partial
+        floats = p["size"]
+        partials = base + self.shared["partial"] + warp * (4 * s.tokens * floats)
+
+        def place(token, name, index):
+            return partials + 4 * (token * floats + p[name] + index)
+
+        for t in range(self.memory_tiles):
+            if K == 8:
+                ptx.store_shared_float_2(place(t, "gram", g * 8 + 2 * c), gram[t][:2])
+                both = [query[t][0] + query[t][2], query[t][1] + query[t][3]]
+                ptx.store_shared_float_2(place(t, "query", g * 8 + 2 * c), both)
+                ptx.store_shared_float_2(place(t, "memory", 2 * c), gram[t][2:], predicate=g == t)
+            elif K == 4:
+                token, slot = 2 * t + c // 2, (2 * c) % 4
+                ptx.store_shared_float_2(
+                    place(token, "gram", (g % 4) * 4 + slot),
+                    gram[t][:2],
+                    predicate=g // 4 == c // 2,
+                )
+                ptx.store_shared_float_2(
+                    place(token, "query", g * 4 + slot), query[t][2:], predicate=g < 4
+                )
+                ptx.store_shared_float_2(
+                    place(token, "memory", slot), gram[t][2:], predicate=g == token
+                )
+            else:
+                token, first = t // 2, 8 * (t % 2)
+                for name, values in (("gram", gram[t]), ("query", query[t])):
+                    for half in range(2):
+                        ptx.store_shared_float_2(
+                            place(token, name, (g + 8 * half) * 16 + first + 2 * c),
+                            values[2 * half : 2 * half + 2],
+                        )
+
+        # Products with y: one column for each token.
+        for column in range(min(2, s.tokens)):
+            token = 2 * c + column
+            mine = token < s.tokens
+            if K == 8:
+                ptx.store_shared_float(place(token, "maps", g), maps[0][column], mine)
+                ptx.store_shared_float(place(token, "maps", 8 + g), maps[0][2 + column], mine)
+                both = maps[1][column] + maps[1][2 + column]
+                ptx.store_shared_float(place(token, "maps", 16 + g), both, mine)
+            elif K == 4:
+                ptx.store_shared_float(place(token, "maps", g), maps[0][column], mine)
+                ptx.store_shared_float(
+                    place(token, "maps", 8 + g), maps[0][2 + column], mine & (g < 4)
+                )
+            else:
+                for m in range(3):
+                    for half in range(2):
+                        ptx.store_shared_float(
+                            place(token, "maps", 16 * m + 8 * half + g),
+                            maps[m][2 * half + column],
+                            mine,
+                        )
+                for t in range(column, s.tokens, 2):
+                    for half in range(2):
+                        ptx.store_shared_float(
+                            place(t, "memory", 8 * half + g),
+                            with_y[t][2 * half + column],
+                            token == t,
+                        )
+            ptx.store_shared_float(place(token, "norm", 0), norm[2 + column], mine & (g == token))
+
+    @cute.jit
+    def mix(self, base, memory_out, x, n_tokens, i, tile_index, rank, warp, lane):
+        """``S' = a S + k y`` and ``x = gain * (sum_s w_s S_s + w_y y)``: 8 columns of one token for each lane."""
+        s = self.spec
+        K = s.d_k
+        stage = i % s.stages
+        tile = base + self.shared["ring"] + stage * s.tile_bytes
+        buffer = i & 1
+        ptx.barrier_wait(base + self.barriers["coefficients_full"] + 8 * buffer, (i // 2) & 1)
+        chunks = -(-s.columns // 256)
+        units = s.tokens * chunks
+        for u in range_constexpr(-(-units // MAIN_WARPS)):
+            unit = warp + MAIN_WARPS * u
+            t = unit // chunks
+            column = (unit % chunks) * 256 + lane * 8
+            token = tile_index * s.tokens + t
+            valid = token < n_tokens
+            if cutlass.const_expr(units % MAIN_WARPS != 0):
+                valid = valid & (unit < units)
+            if cutlass.const_expr(s.columns % 256 != 0):
+                valid = valid & (column < s.columns)
+            if valid:
+                rows = tile + t * s.token_bytes + 2 * column
+                coefficients = (
+                    base + self.shared["coefficients"]
+                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
+                )  # fmt: skip
+                out = memory_out + 2 * (Int64(token) * (K * s.d) + rank * s.columns + column)
+                v = load_pairs(rows + K * s.row_bytes)
+                wy = ptx.load_shared_float(coefficients + 16 * K)
+                h = [wy * f for f in v]
+                for slot in range_constexpr(K):
+                    a, k, w, _ = ptx.load_shared_float_4(coefficients + 16 * slot)
+                    row = load_pairs(rows + slot * s.row_bytes)
+                    h = [hc + w * r for hc, r in zip(h, row, strict=True)]
+                    new = [a * r + k * f for r, f in zip(row, v, strict=True)]
+                    ptx.store_global_4(out + (2 * slot * s.d), pack_pairs(new))
+                gain = base + self.shared["gain"] + 4 * column
+                gains = [*ptx.load_shared_float_4(gain), *ptx.load_shared_float_4(gain + 16)]
+                h = [hc * f for hc, f in zip(h, gains, strict=True)]
+                ptx.store_global_4(
+                    x + 2 * (Int64(token) * s.d + rank * s.columns + column),
+                    pack_pairs(h),
+                )
+        cute.arch.sync_warp()
+        ptx.barrier_arrive(base + self.barriers["empty"] + 8 * stage, predicate=lane == 0)
+
+    # Warps 9 on.
+
+    @cute.jit
+    def coefficients(
+        self, base, packed, saved, extra, n_tokens, eps, first_tile, step, n, rank, which, lane
+    ):
+        """
+        Sum the warps' dot products of a token, then forget gate, key, query and the weights of the read. A lane has slot
+        ``lane % K``; the mean of the new memory, its norm and the norm of what is read are quadratic forms in the dot products.
+        """
+        s = self.spec
+        K = s.d_k
+        p = s.partial
+        floats = p["size"]
+        slot = lane % K
+        biases = packed + Int64(4) * ((s.map_rows + 1) * s.d)
+        b_query = ptx.load_global_float(biases + 4 * Int64(slot))
+        b_key = ptx.load_global_float(biases + 4 * Int64(K + slot))
+        b_forget = Float32(0.0)
+        if cutlass.const_expr(s.forget != "none"):
+            b_forget = ptx.load_global_float(biases + 4 * Int64(2 * K + slot))
+        total = base + self.shared["total"] + which * (4 * floats)
+        inverse_d = Float32(1.0 / s.d)
+        count = Int32(0)
+        for i in cutlass.range(n, unroll=1):
+            buffer = i & 1
+            tile = first_tile + i * step
+            ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
+            # Tokens go round the warps, so that none idles where a tile has fewer.
+            shift = (i * s.tokens) % s.coefficient_warps
+            first = (which - shift + s.coefficient_warps) % s.coefficient_warps
+            for t in cutlass.range(first, s.tokens, s.coefficient_warps, unroll=1):
+                self.sum_partials(base, total, t, which, count, rank, lane)
+                cute.arch.sync_warp()
+                count += 1
+                if t + s.coefficient_warps >= s.tokens:
+                    ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
+
+                gram = load_row(total + 4 * (p["gram"] + K * slot), K)
+                query_row = load_row(total + 4 * (p["query"] + K * slot), K)
+                yy = ptx.load_shared_float(total + 4 * p["norm"])
+                sy = ptx.load_shared_float(total + 4 * (p["memory"] + slot))
+                maps = total + 4 * (p["maps"] + slot)
+                y_query = ptx.load_shared_float(maps + 4 * (2 * K))
+                rstd_y = ptx.rsqrt(yy * inverse_d + eps)
+                p_forget = Float32(0.0)
+                a = Float32(1.0)
+                if cutlass.const_expr(s.forget != "none"):
+                    z = b_forget
+                    if cutlass.const_expr(s.forget == "dynamic"):
+                        p_forget = ptx.load_shared_float(maps) * rstd_y
+                        z = z + p_forget
+                    a = ptx.sigmoid(-z)
+                p_key = ptx.load_shared_float(maps + 4 * K) * rstd_y
+                k = self.key(b_key + p_key)
+                spread_a = spread(a, K)
+                # m = (sum_t a_t S_t + sum_k y) / K
+                sum_k = sum_over(k, K)
+                s_m = (dot(spread_a, gram) + sum_k * sy) * Float32(1.0 / K)
+                sa_y = sum_over(a * sy, K)
+                y_m = (sa_y + sum_k * yy) * Float32(1.0 / K)
+                m_m = (sum_over(a * s_m, K) + sum_k * y_m) * Float32(1.0 / K)
+                rstd_m = ptx.rsqrt(ptx.maximum(m_m, Float32(0.0)) * inverse_d + eps)
+                p_query = (dot(spread_a, query_row) + sum_k * y_query) * (rstd_m * Float32(1.0 / K))
+                z = b_query + p_query
+                e = ptx.exp(z - max_over(z, K))
+                q = e * ptx.reciprocal(sum_over(e, K))
+                # h = sum_t w_t S_t + w_y y
+                w = q * a
+                wy = sum_over(q * k, K)
+                s_h = dot(spread(w, K), gram) + wy * sy
+                y_h = sum_over(w * sy, K) + wy * yy
+                h_h = sum_over(w * s_h, K) + wy * y_h
+                rstd_h = ptx.rsqrt(ptx.maximum(h_h, Float32(0.0)) * inverse_d + eps)
+
+                place = (
+                    base + self.shared["coefficients"]
+                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
+                )  # fmt: skip
+                ptx.store_shared_float_4(
+                    place + 16 * slot, (a, k, w * rstd_h, Float32(0.0)), predicate=lane < K
+                )
+                ptx.store_shared_float(place + 16 * K, wy * rstd_h, predicate=lane == 0)
+
+                token = tile * s.tokens + t
+                first_lane = (token < n_tokens) & (rank == 0)
+                mine = first_lane & (lane < K)
+                here = saved + 4 * (Int64(token) * s.saved_columns)
+                own = here + 4 * Int64(slot)
+                if cutlass.const_expr(s.forget == "dynamic"):
+                    ptx.store_global_float(own, p_forget, mine)
+                ptx.store_global_float(own + 4 * s.n_forget, p_key, mine)
+                ptx.store_global_float(own + 4 * (s.n_forget + K), p_query, mine)
+                first_lane = first_lane & (lane == 0)
+                ptx.store_global_float(here + 4 * s.map_rows, rstd_y, first_lane)
+                ptx.store_global_float(here + 4 * (s.map_rows + 2), rstd_m, first_lane)
+                ptx.store_global_float(here + 4 * (s.map_rows + 3), rstd_h, first_lane)
+                if cutlass.const_expr(s.extra):
+                    here = extra + 4 * (Int64(token) * s.extra_columns)
+                    own = here + 4 * Int64(slot)
+                    for j in range_constexpr(K // 4):
+                        ptx.store_global_4(
+                            here + 4 * Int64(slot * K + 4 * j),
+                            [ptx.as_bits(v) for v in query_row[4 * j : 4 * j + 4]],
+                            mine,
+                        )
+                    ptx.store_global_float(own + 4 * (K * K), y_query, mine)
+                    ptx.store_global_float(own + 4 * (K * K + K), s_h, mine)
+                    ptx.store_global_float(own + 4 * (K * K + 2 * K), s_m, mine)
+                    ptx.store_global_float(here + 4 * (K * K + 3 * K), y_h, first_lane)
+                    ptx.store_global_float(here + 4 * (K * K + 3 * K + 1), y_m, first_lane)
+            if first >= s.tokens:
+                ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
+            cute.arch.sync_warp()
+            ptx.barrier_arrive(
+                base + self.barriers["coefficients_full"] + 8 * buffer, predicate=lane == 0
+            )
+
+
+class Backward(Kernel):
+    """
+    The same warps in the same roles; ``DESIGN.md`` has the formulas. With ``G`` the gradient of the new memory and ``g`` that of
+    ``x`` times the gain, the second pass is, in each column::
+
+        dh  = alpha g - beta h                      h = sum_s w_s S_s + w_y y
+        u   = sum_j c_j Wq_j / K - gamma m          m = (sum_s a_s S_s + sum_k y) / K
+        dS_s = a_s (G_s + q_s dh + u)
+        dy  = sum_s k_s G_s + w_y dh + sum_k u + sum_j (e_j Wk_j + f_j Wa_j) - phi y
+
+    A thread of the main warps keeps its columns for the whole kernel, with their maps and the sums of the maps' and the gain's
+    gradients in registers.
+    """
+
+    def __init__(self, spec: Spec):
+        super().__init__(spec)
+        assert spec.d_k in (4, 8) and spec.tokens <= 4
+        width = spec.columns_per_thread
+        assert spec.columns % (32 * width) == 0 and spec.columns <= 32 * MAIN_WARPS * width
+        self.active_warps = spec.columns // (32 * width)
+
+    @cute.jit
+    def __call__(
+        self,
+        memory: Int64,
+        y: Int64,
+        packed: Int64,
+        saved: Int64,
+        extra: Int64,
+        d_memory_out: Int64,
+        d_x: Int64,
+        d_memory: Int64,
+        d_y: Int64,
+        partials: Int64,
+        n_tokens: Int32,
+        grid: Int32,
+        stream,
+    ):
+        self.kernel(
+            memory, y, packed, saved, extra, d_memory_out, d_x, d_memory, d_y, partials, n_tokens
+        ).launch(
+            grid=[grid, 1, 1],
+            block=[self.spec.threads, 1, 1],
+            cluster=[self.spec.cluster, 1, 1],
+            smem=self.shared["size"],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        memory: Int64,
+        y: Int64,
+        packed: Int64,
+        saved: Int64,
+        extra: Int64,
+        d_memory_out: Int64,
+        d_x: Int64,
+        d_memory: Int64,
+        d_y: Int64,
+        partials: Int64,
+        n_tokens: Int32,
+    ):
+        s = self.spec
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        rank = block % s.cluster
+        first_tile = block // s.cluster
+        step = blocks // s.cluster
+        n_tiles = (n_tokens + (s.tokens - 1)) // s.tokens
+        n = (n_tiles - first_tile + step - 1) // step
+        sums = partials + Int64(first_tile) * (4 * s.n_parameters)
+
+        self.initialise(base, packed, thread, rank)
+        if warp < MAIN_WARPS:
+            if cutlass.const_expr(s.moves_registers):
+                cute.arch.setmaxregister_increase(s.main_registers)
+            self.main(
+                base, packed, d_memory, d_y, sums, n_tokens, first_tile, step, n, rank, warp, lane
+            )
+        else:
+            if cutlass.const_expr(s.moves_registers):
+                cute.arch.setmaxregister_decrease(s.helper_registers)
+            if warp == MAIN_WARPS:
+                sources = (memory, y, d_x, d_memory_out)
+                self.load(base, sources, n_tokens, first_tile, step, n, rank, lane)
+            else:
+                self.coefficients(
+                    base, packed, saved, extra, n_tokens, first_tile, step, n,
+                    warp - (MAIN_WARPS + 1), lane, rank,
+                )  # fmt: skip
+        cute.arch.sync_threads()
+        self.store_biases(base, sums, thread, rank)
+        if cutlass.const_expr(s.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    # Warps 0-7.
+
+    @cute.jit
+    def main(
+        self, base, packed, d_memory, d_y, sums, n_tokens, first_tile, step, n, rank, warp, lane
+    ):
+        s = self.spec
+        width = s.columns_per_thread
+        active = warp < self.active_warps
+        # An idle warp computes on the first columns and stores nothing.
+        column = (warp * 32 + lane) * width * Int32(active)
+        weights, gain = self.load_columns(packed, column + rank * s.columns)
+        # [map row][column], then the gain
+        gradients = cute.make_rmem_tensor((s.map_rows + 1) * width, Float32)
+        for q in range_constexpr((s.map_rows + 1) * width):
+            gradients[q] = Float32(0.0)
+        for i in cutlass.range(n + 1, unroll=1):
+            if i < n:
+                self.dots(base, i, warp, lane)
+            if i > 0:
+                first = (first_tile + (i - 1) * step) * s.tokens
+                self.mix(
+                    base, weights, gain, gradients, d_memory, d_y, n_tokens, i - 1, first,
+                    column, rank, active, lane,
+                )  # fmt: skip
+        self.store_gradients(sums, gradients, column + rank * s.columns, active)
+
+    def load_columns(self, packed, column):
+        """The maps ``[row][column]`` and the gain of a thread's columns."""
+        s = self.spec
+        width = s.columns_per_thread
+        rows = []
+        for row in range(s.map_rows + 1):
+            address = packed + Int64(4) * (column + row * s.d)
+            if width == 4:
+                rows.append(list(ptx.load_global_float_4(address)))
+            else:
+                rows.append([ptx.load_global_float(address + 4 * q) for q in range(width)])
+        return rows[:-1], rows[-1]
+
+    @cute.jit
+    def store_gradients(self, sums, gradients, column, active):
+        """Into this cluster's row of partial sums: each map ``[D, K]``, the gain ``[D]``."""
+        s = self.spec
+        K = s.d_k
+        width = s.columns_per_thread
+        if active:
+            for m in range_constexpr(s.map_rows // K):
+                for q in range_constexpr(width):
+                    place = sums + Int64(4) * (m * K * s.d + (column + q) * K)
+                    for j in range_constexpr(K):
+                        ptx.store_global_float(place + 4 * j, gradients[(m * K + j) * width + q])
+            for q in range_constexpr(width):
+                place = sums + Int64(4) * (s.map_rows * s.d + column + q)
+                ptx.store_global_float(place, gradients[s.map_rows * width + q])
+
+    @cute.jit
+    def dots(self, base, i, warp, lane):
+        """The dot products of ``G`` and ``g`` with the memory rows and ``y``."""
+        s = self.spec
+        K = s.d_k
+        g, c = lane // 4, lane % 4
+        stage = i % s.stages
+        tile = base + self.shared["ring"] + stage * s.tile_bytes
+        ptx.barrier_wait(base + self.barriers["full"] + 8 * stage, (i // s.stages) & 1)
+        gram = [zeros() for _ in range(self.memory_tiles)]
+        with_x = [zeros() for _ in range(self.memory_tiles)]
+        for j in range_constexpr(self.n_steps):
+            column = self.column(j, warp, lane)
+            mask = None
+            if cutlass.const_expr(not self.whole_steps):
+                inside = column < s.columns
+                column = column * Int32(inside)
+                mask = Uint32(0) - Uint32(Int32(inside))
+            ys = self.load_fragment(tile + 2 * column, g % s.tokens, K, mask)
+            memory = self.load_memory(tile + 2 * column, g, mask)
+            xs = self.load_scaled(base, tile, column, g, mask)
+            ds = memory
+            if cutlass.const_expr(s.memory_gradient):
+                ds = self.load_memory(tile + 2 * column, g, mask, K + 2)
+            for h in range_constexpr(2):
+                p, q = 2 * h, 2 * h + 1
+                for t in range_constexpr(self.memory_tiles):
+                    r = memory[t]
+                    rows = (r[p], ys[p], r[q], ys[q])
+                    if cutlass.const_expr(s.memory_gradient):
+                        gram[t] = ptx.mma(rows, (ds[t][p], ds[t][q]), gram[t])
+                    with_x[t] = ptx.mma(rows, (xs[p], xs[q]), with_x[t])
+
+        ptx.barrier_wait(base + self.barriers["partial_empty"], (i + 1) & 1)
+        self.store_partials(base, gram, with_x, warp, g, c)
+        cute.arch.sync_warp()
+        ptx.barrier_arrive(base + self.barriers["partial_full"], predicate=lane == 0)
+
+    def load_scaled(self, base, tile, column, g, mask):
+        """
+        The gradient of ``x`` times the gain, of token ``g % 4``: its high BF16 part for ``g < 4``, what that leaves for the others.
+        """
+        s = self.spec
+        bits = self.load_fragment(tile + 2 * column, (g % 4) % s.tokens, s.d_k + 1, mask)
+        gains = load_row(base + self.shared["gain"] + 4 * column, 8)
+        out = []
+        for q in range(4):
+            a, b = ptx.unpack(bits[q])
+            high, low = split((a * gains[2 * q], b * gains[2 * q + 1]))
+            out.append(ptx.select(g < 4, high, low))
+        return out
+
+    def store_partials(self, base, gram, with_x, warp, g, c):
+        s = self.spec
+        K = s.d_k
+        p = s.partial
+        floats = p["size"]
+        partials = base + self.shared["partial"] + warp * (4 * s.tokens * floats)
+
+        def place(token, name, index):
+            return partials + 4 * (token * floats + p[name] + index)
+
+        for t in range(self.memory_tiles):
+            # Rows g: memory row; columns 2c and 2c + 1: row of G, or token (0-3 high part, 4-7 low part) of g.
+            if K == 8:
+                token, slot, row = t, 2 * c, g
+                of_row = t
+            else:
+                token, slot, row = 2 * t + c // 2, (2 * c) % 4, g % 4
+                of_row = 2 * t + g // 4
+            if s.memory_gradient:
+                for column in range(2):
+                    ptx.store_shared_float(
+                        place(of_row, "memory", row), gram[t][column], predicate=g == 2 * c + column
+                    )
+                ptx.store_shared_float_2(place(token, "y", slot), gram[t][2:], predicate=g == token)
+            for column in range(2):
+                n = 2 * c + column
+                part = n // 4
+                ptx.store_shared_float(
+                    place(of_row, "x", part * K + row),
+                    with_x[t][column],
+                    predicate=n % 4 == of_row,
+                )
+                # Every memory tile has this product; the one of the token stores it.
+                mine = (g == n % 4) & (g < s.tokens) & (g * K // 8 == t)
+                ptx.store_shared_float(place(g, "y_x", part), with_x[t][2 + column], predicate=mine)
+
+    @cute.jit
+    def mix(
+        self, base, weights, gain, gradients, d_memory, d_y, n_tokens, i, first, column, rank,
+        active, lane,
+    ):  # fmt: skip
+        s = self.spec
+        K = s.d_k
+        width = s.columns_per_thread
+        stage = i % s.stages
+        tile = base + self.shared["ring"] + stage * s.tile_bytes + 2 * column
+        buffer = i & 1
+        ptx.barrier_wait(base + self.barriers["coefficients_full"] + 8 * buffer, (i // 2) & 1)
+        for t in range_constexpr(s.tokens):
+            token = first + t
+            if (token < n_tokens) & active:
+                rows = tile + t * s.token_bytes
+                place = (
+                    base
+                    + self.shared["coefficients"]
+                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
+                )
+                wy, sum_k, alpha, beta = ptx.load_shared_float_4(place + 32 * K)
+                gamma, phi, rstd_h, _ = ptx.load_shared_float_4(place + 32 * K + 16)
+                v = self.load_row(rows + K * s.row_bytes)
+                gx = self.load_row(rows + (K + 1) * s.row_bytes)
+                h = [wy * f for f in v]
+                m = [sum_k * f for f in v]
+                u = [Float32(0.0)] * width
+                dy = [-phi * f for f in v]
+                for slot in range_constexpr(K):
+                    a, k, w, q = ptx.load_shared_float_4(place + 32 * slot)
+                    c, e, f, _ = ptx.load_shared_float_4(place + 32 * slot + 16)
+                    row = self.load_row(rows + slot * s.row_bytes)
+                    for x in range_constexpr(width):
+                        h[x] = h[x] + w * row[x]
+                        m[x] = m[x] + a * row[x]
+                        u[x] = u[x] + c * weights[s.n_forget + K + slot][x]
+                        dy[x] = dy[x] + e * weights[s.n_forget + slot][x]
+                        z = (s.n_forget + slot) * width + x
+                        gradients[z] = gradients[z] + e * v[x]
+                        if cutlass.const_expr(s.n_forget > 0):
+                            dy[x] = dy[x] + f * weights[slot][x]
+                            z = slot * width + x
+                            gradients[z] = gradients[z] + f * v[x]
+                dh = []
+                for x in range_constexpr(width):
+                    m[x] = m[x] * Float32(1.0 / K)
+                    u[x] = u[x] * Float32(1.0 / K) - gamma * m[x]
+                    z = s.map_rows * width + x
+                    gradients[z] = gradients[z] + (gx[x] * rstd_h) * h[x]
+                    dh.append(alpha * (gx[x] * gain[x]) - beta * h[x])
+                    dy[x] = dy[x] + wy * dh[x] + sum_k * u[x]
+                out = d_memory + 2 * (Int64(token) * (K * s.d) + rank * s.columns + column)
+                for slot in range_constexpr(K):
+                    a, k, w, q = ptx.load_shared_float_4(place + 32 * slot)
+                    c = ptx.load_shared_float(place + 32 * slot + 16)
+                    new = [q * d + f for d, f in zip(dh, u, strict=True)]
+                    if cutlass.const_expr(s.memory_gradient):
+                        row = self.load_row(rows + (K + 2 + slot) * s.row_bytes)
+                        for x in range_constexpr(width):
+                            dy[x] = dy[x] + k * row[x]
+                            new[x] = new[x] + row[x]
+                    self.store_row(out + (2 * slot * s.d), [a * f for f in new])
+                    for x in range_constexpr(width):
+                        z = (s.n_forget + K + slot) * width + x
+                        gradients[z] = gradients[z] + c * m[x]
+                self.store_row(d_y + 2 * (Int64(token) * s.d + rank * s.columns + column), dy)
+        cute.arch.sync_warp()
+        ptx.barrier_arrive(base + self.barriers["empty"] + 8 * stage, predicate=lane == 0)
+
+    def load_row(self, address) -> list:
+        """A thread's columns of a row in shared memory as FP32."""
+        if self.spec.columns_per_thread == 2:
+            return list(ptx.unpack(ptx.load_shared_bits(address)))
+        return [f for r in ptx.load_shared_2(address) for f in ptx.unpack(r)]
+
+    def store_row(self, address, values) -> None:
+        pairs = pack_pairs(values)
+        if len(pairs) == 1:
+            ptx.store_global_bits(address, pairs[0])
+        else:
+            ptx.store_global_2(address, pairs)
+
+    # Warps 9 on.
+
+    @cute.jit
+    def coefficients(
+        self, base, packed, saved, extra, n_tokens, first_tile, step, n, which, lane, rank
+    ):
+        s = self.spec
+        K = s.d_k
+        p = s.partial
+        floats = p["size"]
+        slot = lane % K
+        biases = packed + Int64(4) * ((s.map_rows + 1) * s.d)
+        b_query = ptx.load_global_float(biases + 4 * Int64(slot))
+        b_key = ptx.load_global_float(biases + 4 * Int64(K + slot))
+        b_forget = Float32(0.0)
+        if cutlass.const_expr(s.forget != "none"):
+            b_forget = ptx.load_global_float(biases + 4 * Int64(2 * K + slot))
+        total = base + self.shared["total"] + which * (4 * floats)
+        count = Int32(0)
+        d_query, d_key, d_forget = Float32(0.0), Float32(0.0), Float32(0.0)
+        for i in cutlass.range(n, unroll=1):
+            buffer = i & 1
+            tile = first_tile + i * step
+            shift = (i * s.tokens) % s.coefficient_warps
+            first = (which - shift + s.coefficient_warps) % s.coefficient_warps
+            for t in cutlass.range(first, s.tokens, s.coefficient_warps, unroll=1):
+                # What the forward saved: asked for before the wait. Beyond the last token, the last one's.
+                token = tile * s.tokens + t
+                valid = token < n_tokens
+                from_token = cutlass.min(token, n_tokens - 1)
+                here = saved + Int64(4) * (Int64(from_token) * s.saved_columns + slot)
+                p_forget = Float32(0.0)
+                if cutlass.const_expr(s.forget == "dynamic"):
+                    p_forget = ptx.load_global_float(here)
+                p_key = ptx.load_global_float(here + 4 * s.n_forget)
+                p_query = ptx.load_global_float(here + 4 * (s.n_forget + K))
+                here = saved + Int64(4) * (Int64(from_token) * s.saved_columns + s.map_rows)
+                rstd_y = ptx.load_global_float(here)
+                rstd_m = ptx.load_global_float(here + 8)
+                rstd_h = ptx.load_global_float(here + 12)
+                here = extra + Int64(4) * (Int64(from_token) * s.extra_columns)
+                own = here + Int64(4) * Int64(slot)
+                query_column = [ptx.load_global_float(own + 4 * K * j) for j in range(K)]
+                y_query = ptx.load_global_float(own + 4 * (K * K))
+                s_h = ptx.load_global_float(own + 4 * (K * K + K))
+                s_m = ptx.load_global_float(own + 4 * (K * K + 2 * K))
+                y_h = ptx.load_global_float(here + 4 * (K * K + 3 * K))
+                y_m = ptx.load_global_float(here + 4 * (K * K + 3 * K + 1))
+
+                ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
+                self.sum_partials(base, total, t, which, count, rank, lane)
+                cute.arch.sync_warp()
+                count += 1
+                if t + s.coefficient_warps >= s.tokens:
+                    ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
+
+                s_g = y_g = Float32(0.0)
+                if cutlass.const_expr(s.memory_gradient):
+                    s_g = ptx.load_shared_float(total + 4 * (p["memory"] + slot))
+                    y_g = ptx.load_shared_float(total + 4 * (p["y"] + slot))
+                of_x = total + 4 * (p["x"] + slot)
+                s_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4 * K)
+                of_x = total + 4 * p["y_x"]
+                y_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4)
+
+                # The coefficients again.
+                a, closed = Float32(1.0), Float32(0.0)
+                if cutlass.const_expr(s.forget != "none"):
+                    z = b_forget + p_forget
+                    a, closed = ptx.sigmoid(-z), ptx.sigmoid(z)
+                k = self.key(b_key + p_key)
+                z = b_query + p_query
+                e = ptx.exp(z - max_over(z, K))
+                q = e * ptx.reciprocal(sum_over(e, K))
+                w = q * a
+                wy = sum_over(q * k, K)
+                sum_k = sum_over(k, K)
+
+                # Through the norm of h: dh = alpha g - beta h.
+                inverse_d = Float32(1.0 / s.d)
+                g_h = sum_over(w * s_x, K) + wy * y_x
+                alpha = rstd_h
+                beta = rstd_h * rstd_h * rstd_h * g_h * inverse_d
+                s_dh = alpha * s_x - beta * s_h
+                y_dh = alpha * y_x - beta * y_h
+
+                # Through the query and the norm of m.
+                dq = a * s_dh + k * y_dh
+                dz_query = q * (dq - sum_over(dq * q, K))
+                inner = sum_over(dz_query * p_query, K)
+                c = dz_query * rstd_m
+                gamma = rstd_m * rstd_m * inner * Float32(1.0 / (s.d * K))
+                spread_c = spread(c, K)
+                s_u = dot(spread_c, query_column) * Float32(1.0 / K) - gamma * s_m
+                y_u = sum_over(c * y_query, K) * Float32(1.0 / K) - gamma * y_m
+
+                # Key and forget gate.
+                dk = y_g + q * y_dh + y_u
+                if cutlass.const_expr(s.key_activation == "two_sigmoid"):
+                    dz_key = dk * k * (Float32(1.0) - Float32(0.5) * k)
+                else:
+                    dz_key = k * (dk - sum_over(dk * k, K) * Float32(1.0 / K))
+                inner = dz_key * p_key
+                dz_forget = Float32(0.0)
+                if cutlass.const_expr(s.forget != "none"):
+                    dz_forget = -(s_g + q * s_dh + s_u) * a * closed
+                    inner = inner + dz_forget * p_forget
+                phi = rstd_y * rstd_y * inverse_d * sum_over(inner, K)
+
+                place = (
+                    base
+                    + self.shared["coefficients"]
+                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
+                )
+                mine = lane < K
+                ptx.store_shared_float_4(place + 32 * slot, (a, k, w, q), mine)
+                dz = (c, dz_key * rstd_y, dz_forget * rstd_y, Float32(0.0))
+                ptx.store_shared_float_4(place + 32 * slot + 16, dz, mine)
+                mine = lane == 0
+                ptx.store_shared_float_4(place + 32 * K, (wy, sum_k, alpha, beta), mine)
+                ptx.store_shared_float_4(
+                    place + 32 * K + 16, (gamma, phi, rstd_h, Float32(0.0)), mine
+                )
+                if valid:
+                    d_query = d_query + dz_query
+                    d_key = d_key + dz_key
+                    d_forget = d_forget + dz_forget
+            if first >= s.tokens:
+                ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
+                ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
+            cute.arch.sync_warp()
+            ptx.barrier_arrive(
+                base + self.barriers["coefficients_full"] + 8 * buffer, predicate=lane == 0
+            )
+        own = base + self.shared["biases"] + 4 * (which * (3 * K) + slot)
+        ptx.store_shared_float(own, d_query, lane < K)
+        ptx.store_shared_float(own + 4 * K, d_key, lane < K)
+        ptx.store_shared_float(own + 8 * K, d_forget, lane < K)
+
+    @cute.jit
+    def store_biases(self, base, sums, thread, rank):
+        """The sums of the coefficient warps, in the order of the warps. All blocks of a cluster have the same."""
+        s = self.spec
+        K = s.d_k
+        if (thread < s.n_biases) & (rank == 0):
+            value = Float32(0.0)
+            if thread < 3 * K:
+                for w in range_constexpr(s.coefficient_warps):
+                    place = base + self.shared["biases"] + 4 * (w * (3 * K) + thread)
+                    value = value + ptx.load_shared_float(place)
+            place = sums + Int64(4) * ((s.map_rows + 1) * s.d + thread)
+            ptx.store_global_float(place, value)
+
+
+class Finish:
+    """The sums of the clusters' partial gradients, in the order of the clusters: 4 parameters for each thread."""
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    @cute.jit
+    def __call__(self, partials: Int64, out: Int64, n_rows: Int32, grid: Int32, stream):
+        self.kernel(partials, out, n_rows).launch(
+            grid=[grid, 1, 1], block=[64, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, partials: Int64, out: Int64, n_rows: Int32):
+        s = self.spec
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        place = block * 64 + thread
+        if place < s.n_parameters // 4:
+            sums = cute.make_rmem_tensor(4, Float32)
+            for q in range_constexpr(4):
+                sums[q] = Float32(0.0)
+            address = partials + Int64(16) * place
+            for _r in cutlass.range(n_rows, unroll=8):
+                values = ptx.load_global_float_4(address)
+                for q in range_constexpr(4):
+                    sums[q] = sums[q] + values[q]
+                address += 4 * s.n_parameters
+            ptx.store_global_4(out + Int64(16) * place, [ptx.as_bits(sums[q]) for q in range(4)])

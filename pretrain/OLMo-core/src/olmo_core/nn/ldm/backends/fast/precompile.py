@@ -1,0 +1,89 @@
+"""
+Compile the ``fast`` kernels without a GPU, for machines that have one but not the CuTe DSL::
+
+    python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--candidates]
+
+Without ``--shapes``: every row of the launch table, or the standard shapes for an architecture that has no rows. Set
+``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from . import cache, launch_table
+from .layout import Spec
+
+SHAPES = [(d, d_k) for d in (512, 1024, 2048) for d_k in (4, 8, 16)]
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """:raises SystemExit: With a sentence, if ``text`` is not widths and slots such as ``1024x8,2048x4``."""
+    shapes = []
+    for part in text.split(","):
+        try:
+            d, d_k = map(int, part.split("x"))
+        except ValueError:
+            sys.exit(f"--shapes takes widths and slots such as 1024x8,2048x4; '{part}' is not one")
+        shapes.append((d, d_k))
+    return shapes
+
+
+def shapes_of(architecture: str) -> list[tuple[int, int]]:
+    rows = {(d, d_k) for a, _, d, d_k in launch_table.TABLE if a == architecture}
+    return sorted(rows) or SHAPES
+
+
+def compile_all(specs: list[Spec], architecture: str, place: Path) -> int:
+    """Compile what ``place`` does not have yet. Returns the number of compiled kernels."""
+    n = 0
+    for spec in dict.fromkeys(specs):
+        start = time.perf_counter()
+        if cache.has_at(spec, architecture, place):
+            continue
+        code, _ = cache.build(spec, architecture)
+        cache.store(spec, architecture, code, place)
+        n += 1
+        print(f"{spec.name}: {time.perf_counter() - start:.1f} s", flush=True)
+    return n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
+    parser.add_argument("--out", required=True, type=Path, help="the folder for the kernels")
+    parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x4")
+    parser.add_argument(
+        "--key-activation", default="two_sigmoid", choices=["two_sigmoid", "softmax"]
+    )
+    parser.add_argument("--forget", default="dynamic", choices=["dynamic", "static", "none"])
+    parser.add_argument(
+        "--candidates", action="store_true", help="the launches that tune tries, too"
+    )
+    args = parser.parse_args()
+    if cache.dsl_version() is None:
+        sys.exit(
+            "precompile needs nvidia-cutlass-dsl: install the extra 'cute' (uv sync --extra cute)"
+        )
+    shapes = parse_shapes(args.shapes) if args.shapes else shapes_of(args.arch)
+    specs: list[Spec] = []
+    for d, d_k in shapes:
+        found = launch_table.specs(args.arch, d, d_k, args.key_activation, args.forget)
+        if not found:
+            sys.exit(f"the fast backend has no kernels for d_model {d} with d_k {d_k}")
+        specs += found
+        if args.candidates:
+            for direction in ("forward", "backward"):
+                for launch in launch_table.candidates(args.arch, direction, d, d_k):
+                    specs.append(
+                        launch_table.spec_of(
+                            launch, direction, d, d_k, args.key_activation, args.forget
+                        )
+                    )
+    n = compile_all(specs, args.arch, args.out)
+    print(f"{n} kernels compiled for {args.arch}, {len(set(specs)) - n} were there: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

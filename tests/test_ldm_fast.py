@@ -1,0 +1,560 @@
+"""
+LDM's ``fast`` backend. Without a GPU: choice of backend, launch rule, cache, launches, fakes; with the CuTe DSL installed, the
+compiled kernels' PTX, and the kernels themselves in an emulator of PTX against the reference in FP64. With a GPU, all of
+``tune``'s checks.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from olmo_core.exceptions import OLMoConfigurationError
+from olmo_core.nn.depth.connection import DepthBackend
+from olmo_core.nn.ldm import LDMConfig
+from olmo_core.nn.ldm.backends import fast
+from olmo_core.nn.ldm.backends.fast import cache, driver, launch_table, precompile
+from olmo_core.nn.ldm.backends.fast.layout import MAIN_WARPS, SHARED_BYTES, Spec
+
+pytest.importorskip("triton")
+
+import ptx_emulator
+
+from olmo_core.nn.ldm.backends.fast import ops, tune
+
+EPS = 1e-5
+needs_dsl = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl: the extra 'cute'"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+WIDTHS = (64, 512, 576, 768, 1024, 1536, 2048, 4096, 8192)
+
+
+def boundary(d: int = 64, **options: Any):
+    return LDMConfig(**options).build(d_model=d, index=1, n_sublayers=8, eps=EPS)
+
+
+# The choice of the backend.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d_k": 2},
+        {"key_activation": "none"},
+        {"key_source": "input"},
+        {"query_source": "output"},
+        {"query_activation": "sigmoid"},
+        {"update": "delta"},
+        {"write_every": "block"},
+        {"residual": "kept"},
+        {"forget_granularity": "scalar"},
+    ],
+    ids=str,
+)
+def test_other_families_are_refused_by_name(options):
+    ((option, value),) = options.items()
+    reason = fast.refused_option(LDMConfig(**options))
+    assert reason is not None and option in reason and f"not {value}" in reason
+    with pytest.raises(OLMoConfigurationError, match=rf"'fast' cannot run.*{option}"):
+        boundary(backend="fast", **options).select_backend(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("forget", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("key_activation", ["two_sigmoid", "softmax"])
+def test_the_default_family_is_taken(key_activation, forget):
+    config = LDMConfig(key_activation=key_activation, forget=forget)
+    assert fast.refused_option(config) is None
+
+
+def test_refusals(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    bf16 = torch.bfloat16
+
+    def reason(device=cuda, dtype=bf16, d=1024, by_name=True, **options):
+        return fast.unavailable(device, dtype, d, LDMConfig(**options), by_name=by_name)
+
+    assert "BF16, not float32" in reason(dtype=torch.float32)
+    assert "needs a CUDA device, got 'cpu'" in reason(cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA GPU" in reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "Hopper or Blackwell" in reason() and "8.0" in reason()
+    assert "multiple of 64 columns, not 1088" in reason(d=1088)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cache, "dsl_version", lambda: cache.DSL_VERSION)
+    assert reason() is None
+    monkeypatch.setattr(launch_table, "TABLE", {})
+    assert "was not timed on sm_90a" in reason(by_name=False)
+    row = launch_table.Launch(1, 2, timed=True)
+    for direction in ("forward", "backward"):
+        monkeypatch.setitem(launch_table.TABLE, ("sm_90a", direction, 1024, 8), row)
+    assert reason(by_name=False) is None
+    monkeypatch.setattr(cache, "dsl_version", lambda: None)
+    monkeypatch.setenv(cache.PLACES, "nowhere")
+    assert "no compiled kernels were found" in reason()
+
+
+def test_auto_falls_back_to_flexible_and_reference(monkeypatch):
+    module = boundary(1088)
+    assert module.select_backend(torch.device("cpu"), torch.bfloat16) == DepthBackend.reference
+    assert module.select_backend(torch.device("cuda"), torch.bfloat16) == DepthBackend.flexible
+
+
+# Launch numbers.
+
+
+@pytest.mark.parametrize("d_k", launch_table.SLOTS)
+@pytest.mark.parametrize("d", WIDTHS)
+def test_launches_fit_the_machine(d, d_k):
+    for direction in ("forward", "backward"):
+        for launch in launch_table.candidates("sm_90a", direction, d, d_k):
+            s = launch_table.spec_of(launch, direction, d, d_k)
+            assert s.columns * s.cluster == d and s.columns % 64 == 0
+            assert s.stages >= 2 and s.shared["size"] <= SHARED_BYTES
+            assert s.barriers["exchange"] + 16 * s.coefficient_warps <= s.shared["gain"]
+            assert s.row_bytes % 128 == 64  # no bank conflicts
+            helpers = 1 + s.coefficient_warps
+            if s.moves_registers:
+                given = 32 * (MAIN_WARPS * s.main_registers + helpers * s.helper_registers)
+                assert given <= 65_536 // s.threads // 8 * 8 * s.threads
+            if direction == "backward":
+                assert s.columns <= 32 * MAIN_WARPS * s.columns_per_thread
+
+
+def test_widths_without_a_launch():
+    assert launch_table.rule("forward", 1088, 8) is None
+    assert launch_table.rule("forward", 16384, 8) is None
+    assert launch_table.rule("backward", 1024, 16) is None  # the flexible backend's
+    assert launch_table.max_width(8) == 8192
+
+
+# The cache.
+
+CODE = cache.Code("kernel_name", b"\x7fELF machine code")
+SPEC = Spec("forward", 64, 8)
+
+
+def test_cache_keeps_and_finds(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.PLACES, os.pathsep.join([str(tmp_path / "a"), str(tmp_path / "b")]))
+    assert cache.find(SPEC, "sm_90a") is None and not cache.has(SPEC, "sm_90a")
+    cache.store(SPEC, "sm_90a", CODE, tmp_path / "b")
+    assert cache.find(SPEC, "sm_90a") == CODE and cache.has(SPEC, "sm_90a")
+    assert cache.find(SPEC, "sm_100f") is None
+    assert cache.find(Spec("forward", 64, 8, forget="none"), "sm_90a") is None
+
+
+def test_cache_does_not_take_a_damaged_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.PLACES, str(tmp_path))
+    cache.store(SPEC, "sm_90a", CODE, tmp_path)
+    (code,) = tmp_path.glob("*/*.cubin")
+    code.write_bytes(CODE.cubin[:-1])
+    assert cache.find(SPEC, "sm_90a") is None
+    code.write_bytes(CODE.cubin)
+    assert cache.find(SPEC, "sm_90a") == CODE
+    (record,) = tmp_path.glob("*/*.json")
+    record.write_text(record.read_text()[:-3])
+    assert cache.find(SPEC, "sm_90a") is None
+
+
+def test_cache_forgets_kernels_of_other_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.PLACES, str(tmp_path))
+    cache.store(SPEC, "sm_90a", CODE, tmp_path)
+    monkeypatch.setattr(cache, "fingerprint", lambda: "other")
+    assert cache.find(SPEC, "sm_90a") is None
+
+
+def test_no_compiler_and_no_kernel_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.PLACES, str(tmp_path))
+    monkeypatch.setattr(cache, "dsl_version", lambda: None)
+    with pytest.raises(RuntimeError, match=r"install the extra 'cute'.*precompile"):
+        cache.get(SPEC, "sm_90a")
+
+
+def test_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.PLACES, str(tmp_path))
+    monkeypatch.setattr(cache, "dsl_version", lambda: cache.DSL_VERSION)
+    built = []
+    monkeypatch.setattr(cache, "build", lambda *a: built.append(a) or (CODE, ""))
+    assert cache.get(SPEC, "sm_90a") == cache.get(SPEC, "sm_90a") == CODE
+    assert built == [(SPEC, "sm_90a")]
+    assert precompile.compile_all([SPEC, SPEC], "sm_90a", tmp_path) == 0
+    assert precompile.compile_all([SPEC], "sm_100a", tmp_path) == 1
+    assert not list(tmp_path.glob("*/tmp*"))
+
+
+def test_precompile_refuses_with_a_sentence(monkeypatch):
+    with pytest.raises(SystemExit, match="'1024' is not one"):
+        precompile.parse_shapes("1024")
+    monkeypatch.setattr(sys, "argv", ["precompile", "--out", "x", "--shapes", "1088x8"])
+    monkeypatch.setattr(cache, "dsl_version", lambda: None)
+    with pytest.raises(SystemExit, match="extra 'cute'"):
+        precompile.main()
+    monkeypatch.setattr(cache, "dsl_version", lambda: cache.DSL_VERSION)
+    with pytest.raises(SystemExit, match="no kernels for d_model 1088 with d_k 8"):
+        precompile.main()
+
+
+# Launches.
+
+
+class FakeDriver:
+    """Records launches as the CUDA driver would read them."""
+
+    def __init__(self, arguments: str, status: int = 0):
+        self.arguments, self.status, self.launches = arguments, status, []
+
+    def cuModuleLoadData(self, module, image):
+        assert image == CODE.cubin
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        assert name == b"kernel_name"
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.shared = (attribute, value)
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"too many registers"
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        c = config._obj
+        values = [
+            driver._TYPES[t].from_address(p).value
+            for t, p in zip(self.arguments, pointers, strict=True)
+        ]
+        cluster = [(a.id, a.x, a.y, a.z) for a in c.attributes[: c.n_attributes]]
+        self.launches.append(
+            (list(c.grid), list(c.block), c.shared_bytes, c.stream, cluster, values)
+        )
+        return self.status
+
+
+def fake_kernel(monkeypatch, fake: FakeDriver, **options: Any) -> driver.Kernel:
+    class Stream:
+        def query(self): ...
+
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: driver.threading.Lock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    return driver.Kernel(CODE.cubin, CODE.entry, fake.arguments, device=0, **options)
+
+
+def test_a_launch_reaches_the_driver_as_written(monkeypatch):
+    fake = FakeDriver("ppif")
+    kernel = fake_kernel(monkeypatch, fake, threads=384, shared_bytes=200_000, cluster=2)
+    assert fake.shared == (8, 200_000)
+    kernel(66, 1 << 47, 5, -3, 0.5)
+    kernel(2, 1, 2, 3, 4.0)
+    common = ([384, 1, 1], 200_000, 77, [(4, 2, 1, 1)])
+    assert fake.launches == [
+        ([66, 1, 1], *common, [1 << 47, 5, -3, 0.5]),
+        ([2, 1, 1], *common, [1, 2, 3, 4.0]),
+    ]
+    with pytest.raises(ValueError):
+        kernel(2, 1)
+
+
+def test_a_refused_launch_says_why(monkeypatch):
+    fake = FakeDriver("p", status=701)
+    kernel = fake_kernel(monkeypatch, fake, threads=64)
+    with pytest.raises(RuntimeError, match=r"too many registers \(CUDA error 701\)"):
+        kernel(1, 0)
+    assert fake.launches[0][4] == []  # no cluster
+
+
+def test_the_launch_structures_have_the_drivers_layout():
+    assert ctypes.sizeof(driver._Attribute) == 72
+    assert (driver._Config.shared_bytes.offset, driver._Config.stream.offset) == (24, 32)
+    assert ctypes.sizeof(driver._Config) == 56
+
+
+@pytest.mark.parametrize("forget", ["dynamic", "none"])
+def test_fakes_have_the_shapes_of_the_buffers(forget):
+    d, d_k, n = 64, 8, 6
+    module = boundary(d, d_k=d_k, forget=forget)
+    spec = Spec("forward", d, d_k, forget=forget)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        memory = torch.empty(2, 3, d_k, d, dtype=torch.bfloat16)
+        y, gain = torch.empty(2, 3, d, dtype=torch.bfloat16), torch.empty(d)
+        out = ops._forward(
+            memory, y, None, None, None, *module.ldm_parameters, gain, EPS, module.options_code
+        )
+        assert [t.shape for t in out[:2]] == [memory.shape, y.shape]
+        columns = spec.saved_columns + spec.extra_columns
+        assert out[4].numel() == spec.n_parameters + n * columns
+        assert (out[4].numel() - n * spec.extra_columns) % 4 == 0  # 16-byte stores
+        grads = ops._backward(memory, y, None, None, out[4], memory, y, None, module.options_code)
+        assert [t.shape for t in grads[:2]] == [memory.shape, y.shape]
+        assert grads[4].shape == (spec.n_parameters,)
+
+
+# The kernels, compiled here.
+
+
+def relative_rms(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    return ((a - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
+
+
+@functools.cache
+def compiled(spec: Spec) -> str:
+    """The PTX for Hopper."""
+    return cache.build(spec, "sm_90a")[1]
+
+
+class Emulated:
+    """One boundary with all its tensors, forward and backward, in emulated memory."""
+
+    def __init__(self, n_tokens: int, forward: Spec, backward: Spec | None):
+        self.n, self.forward, self.backward = n_tokens, forward, backward
+        d, d_k = forward.d, forward.d_k
+        self.module = boundary(
+            d, d_k=d_k, key_activation=forward.key_activation, forget=forward.forget
+        )
+        generator = torch.Generator().manual_seed(3)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                p.add_(normal(*p.shape) * (1.5 * d**-0.5 if name.startswith("w_") else 0.5))
+        memory = normal(1, n_tokens, 1, d) + 0.5 * normal(1, n_tokens, d_k, d)
+        self.sources = {"memory": memory.bfloat16(), "y": normal(1, n_tokens, d).bfloat16()}
+        self.gain = 1 + 0.1 * normal(d)
+        self.d_memory = normal(1, n_tokens, d_k, d).bfloat16()
+        self.d_x = normal(1, n_tokens, d).bfloat16()
+        p = self.module.ldm_parameters
+        maps = [w.t().reshape(-1) for w in (p.w_forget, p.w_key, p.w_query) if w is not None]
+        b_forget = torch.zeros(d_k) if p.b_forget is None else p.b_forget
+        packed = torch.cat([*maps, self.gain, p.b_query, p.b_key, b_forget]).detach()
+        self.packed = torch.nn.functional.pad(packed, (0, forward.n_parameters - packed.numel()))
+
+    def truth(self) -> dict[str, torch.Tensor]:
+        module = self.module.double()
+        memory, y, gain = (t.double().requires_grad_() for t in (*self.sources.values(), self.gain))
+        (new_memory,), x = module((memory,), y, gain)
+        outputs, grads = [x], [self.d_x.double()]
+        if self.backward is None or self.backward.memory_gradient:
+            outputs, grads = [new_memory, x], [self.d_memory.double(), self.d_x.double()]
+        torch.autograd.backward(outputs, grads)
+        return {
+            "new memory": new_memory.detach(),
+            "x": x.detach(),
+            "memory": memory.grad,
+            "y": y.grad,
+            "norm_weight": gain.grad,
+            **{name: p.grad for name, p in module.named_parameters()},
+        }
+
+    def run(self, clusters: int, seed: int) -> dict[str, torch.Tensor]:
+        memory = ptx_emulator.Memory()
+        arrays: dict[str, np.ndarray] = {}
+        addresses: dict[str, int] = {}
+
+        def add(name: str, t: torch.Tensor) -> None:
+            bits = t.contiguous().view(torch.int16 if t.dtype == torch.bfloat16 else torch.int32)
+            arrays[name] = bits.numpy().copy()
+            addresses[name] = memory.add(arrays[name])
+
+        def empty(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+            add(name, torch.full(shape, float("nan"), dtype=dtype))
+
+        def get(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.from_numpy(arrays[name]).view(dtype)
+
+        def launch(spec: Spec, grid: int, *parameters: Any) -> None:
+            values = [addresses[p] if isinstance(p, str) else p for p in parameters]
+            ptx_emulator.launch(compiled(spec), grid, spec.cluster, values, memory, seed)
+
+        s = self.forward
+        d, d_k, n = s.d, s.d_k, self.n
+        bf16 = torch.bfloat16
+        for name, t in {**self.sources, "packed": self.packed}.items():
+            add(name, t)
+        empty("saved", n, s.saved_columns)
+        empty("extra", n, s.extra_columns)
+        empty("new memory", 1, n, d_k, d, dtype=bf16)
+        empty("x", 1, n, d, dtype=bf16)
+        launch(
+            s, clusters * s.cluster,
+            "memory", "y", "packed", "saved", "extra", "new memory", "x", n, EPS,
+        )  # fmt: skip
+        results = {name: get(name, bf16) for name in ("new memory", "x")}
+        b = self.backward
+        if b is None:
+            return results
+        add("d_memory_out", self.d_memory)
+        add("d_x", self.d_x)
+        empty("d_memory", 1, n, d_k, d, dtype=bf16)
+        empty("d_y", 1, n, d, dtype=bf16)
+        empty("partials", clusters, b.n_parameters)
+        empty("d_parameters", b.n_parameters)
+        launch(
+            b, clusters * b.cluster,
+            "memory", "y", "packed", "saved", "extra",
+            "d_memory_out" if b.memory_gradient else 0, "d_x", "d_memory", "d_y", "partials", n,
+        )  # fmt: skip
+        finish = Spec("finish", d, d_k, forget="none" if s.forget == "static" else s.forget)
+        launch(finish, -(-b.n_parameters // 256), "partials", "d_parameters", clusters)
+        results |= {"memory": get("d_memory", bf16), "y": get("d_y", bf16)}
+        maps = [f"w_{m}" for m in ("forget", "key", "query") if m != "forget" or s.n_forget]
+        sizes = [d * d_k] * len(maps) + [d, d_k, d_k, d_k]
+        names = [*maps, "norm_weight", "b_query", "b_key", "b_forget"]
+        pieces = get("d_parameters")[: sum(sizes)].split(sizes)
+        return results | {
+            name: t.view(d, d_k) if name in maps else t
+            for name, t in zip(names, pieces, strict=True)
+        }
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("n_tokens", "clusters", "forward", "backward"),
+    [
+        (5, 2, {"d": 128, "d_k": 8}, {}),
+        # Two blocks share a token; the ring is shorter than the work.
+        (9, 1, {"d": 256, "d_k": 8, "cluster": 2, "max_stages": 2}, {}),
+        (7, 1, {"d": 128, "d_k": 4, "tokens": 4, "key_activation": "softmax"}, {}),
+        # Columns that 8 warps do not share evenly, a tile that is not full, no gradient of the memory.
+        (
+            3,
+            1,
+            {"d": 576, "d_k": 8, "tokens": 4, "forget": "static"},
+            {"cluster": 3, "tokens": 2, "memory_gradient": False},
+        ),
+        (3, 1, {"d": 640, "d_k": 4, "tokens": 2, "forget": "none"}, {"tokens": 4}),
+        (3, 1, {"d": 128, "d_k": 16, "tokens": 1, "cluster": 2}, None),
+    ],
+    ids=str,
+)
+def test_kernels_in_an_emulator(n_tokens, clusters, forward, backward):
+    spec = Spec("forward", **forward)
+    other = None if backward is None else Spec("backward", **{**forward, **backward})
+    case = Emulated(n_tokens, spec, other)
+    results = case.run(clusters, seed=1)
+    again = case.run(clusters, seed=2)
+    truth = case.truth()
+    for name, t in results.items():
+        if name == "b_forget" and name not in truth:
+            assert not t.any()
+            continue
+        bound = 2.5e-3 if t.dtype == torch.bfloat16 else 2e-5
+        assert relative_rms(t, truth[name]) < bound, name
+        assert torch.equal(t, again[name]), f"{name} depends on the order of the warps"
+    assert set(truth) <= set(results) or backward is None
+
+
+CUOBJDUMP = "backends/nvidia/bin/cuobjdump"
+
+
+def stack_bytes(cubin: bytes, folder) -> int | None:
+    """Local memory of a kernel; ``None`` without Triton's copy of the tool."""
+    spec = find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    tool = os.path.join(os.path.dirname(spec.origin), CUOBJDUMP)
+    if not os.path.exists(tool):
+        return None
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    shown = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", shown.stdout)
+    assert found is not None
+    return int(found[1])
+
+
+@needs_dsl
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("d", "d_k"), [(1024, 8), (2048, 4), (1024, 16)])
+def test_compiled_code(d, d_k, architecture, tmp_path):
+    for spec in launch_table.specs(architecture, d, d_k, "two_sigmoid", "dynamic"):
+        code, ptx = cache.build(spec, architecture)
+        # 64-bit addresses of global memory, everywhere.
+        for operand in re.findall(r"(?:ld|st)\.global\S* .*?\[([^\]]*)\]", ptx):
+            assert operand.startswith("%rd"), operand
+        assert ".local" not in ptx
+        if spec.direction == "finish":
+            continue
+        sources = re.findall(r"cp\.async\.bulk\S* \[%r\d+\], \[(%\w+)\]", ptx)
+        assert sources and all(s.startswith("%rd") for s in sources)
+        if spec.direction == "forward":
+            assert (
+                ptx.count("st.global.v4.b32") >= d_k + 1
+            )  # 16 bytes for each row of the memory and x
+        stack = stack_bytes(code.cubin, tmp_path)
+        # The backward keeps a few addresses there, no sums.
+        limit = 0 if spec.direction == "forward" else 64
+        assert stack is None or stack <= limit, f"{spec.name}: {stack} bytes"
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("d", "d_k", "n_tokens", "options"), tune.CHECKS, ids=str)
+def test_against_fp64(d, d_k, n_tokens, options):
+    reason = fast.unavailable(
+        torch.device("cuda"), torch.bfloat16, d, LDMConfig(d_k=d_k, **options), by_name=True
+    )
+    if reason is not None:
+        pytest.skip(reason)
+    assert not tune.check(d, d_k, n_tokens, options)["wrong"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_streams_graphs_and_large_addresses():
+    reason = fast.unavailable(torch.device("cuda"), torch.bfloat16, 2048, LDMConfig(), by_name=True)
+    if reason is not None:
+        pytest.skip(reason)
+    assert not tune.check_streams(1024, 8)
+    assert not tune.check_large(2048, 8, 140_000)
+
+
+def test_tune_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        tune.main()
+
+
+def test_tune_ends_a_part_that_says_nothing(monkeypatch, tmp_path):
+    """A kernel that waits for ever must not take the rest of the machine's time."""
+    part = tmp_path / "part.py"
+    part.write_text(
+        'import time\nprint(\'{"kind": "start", "name": "loop"}\', flush=True)\ntime.sleep(60)'
+    )
+    monkeypatch.setattr(tune, "SILENCE_S", 0.5)
+    monkeypatch.setattr(tune, "worker", lambda name: [sys.executable, str(part)])
+    report: dict[str, Any] = {"lines": [], "wrong": []}
+    tune.stage("check", tmp_path / "out.json", report)
+    assert any("at loop; ended" in w for w in report["wrong"])
+
+
+def test_tune_records_what_its_parts_say(monkeypatch, tmp_path, capsys):
+    line = {"kind": "check", "name": "a", "errors": {"output x": [1e-3, 2e-3]}, "wrong": ["b"]}
+    part = tmp_path / "part.py"
+    part.write_text(f"print({json.dumps(line)!r})\nprint('a warning')")
+    monkeypatch.setattr(tune, "worker", lambda name: [sys.executable, str(part)])
+    report: dict[str, Any] = {"lines": [], "wrong": []}
+    tune.stage("check", tmp_path / "out.json", report)
+    assert report == {"lines": [line], "wrong": ["a: b"]}
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+    assert "output 1.0e-03 WRONG b" in capsys.readouterr().out
