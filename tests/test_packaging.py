@@ -26,6 +26,7 @@ MODULES = sorted(
     for path in SOURCES.rglob("*.py")
     # A kernel package's modules may need its toolchain; they are imported where used.
     if not {"flexible", "fast", "fast_inference"} & set(path.parts)
+    and not path.stem.startswith("triton_")  # what the Triton packages share
 )
 """Every module of ours that must import on a machine with torch alone."""
 

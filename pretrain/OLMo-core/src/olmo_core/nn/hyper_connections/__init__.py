@@ -1,6 +1,6 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
 
-from .config import HyperConnectionsConfig, StreamCollapse
+from .config import HyperConnectionsConfig, ResidualMap, StreamCollapse
 from .module import HyperConnectionsBoundary
 
-__all__ = ["HyperConnectionsBoundary", "HyperConnectionsConfig", "StreamCollapse"]
+__all__ = ["HyperConnectionsBoundary", "HyperConnectionsConfig", "ResidualMap", "StreamCollapse"]

@@ -21,6 +21,15 @@ class StreamCollapse(StrEnum):
     """The sum, as in Hyper-Connections (arXiv 2409.19606)."""
 
 
+class ResidualMap(StrEnum):
+    """What mixes the streams from one sublayer to the next."""
+
+    sinkhorn = "sinkhorn"
+    """``H_res`` of arXiv 2512.24880, by the Sinkhorn iteration."""
+    identity = "identity"
+    """``H_res = I``: the control for what the mixing brings (arXiv 2607.28611, 2606.03483)."""
+
+
 @dataclass
 class HyperConnectionsConfig(DepthConnectionConfig):
     """mHC (arXiv 2512.24880): parallel residual streams, mixed by maps close to the doubly stochastic matrices."""
@@ -32,6 +41,7 @@ class HyperConnectionsConfig(DepthConnectionConfig):
     alpha_init: float = 0.01
     phi_init_std: float = 0.02
     collapse: StreamCollapse = StreamCollapse.head
+    residual_map: ResidualMap = ResidualMap.sinkhorn
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +67,8 @@ class HyperConnectionsConfig(DepthConnectionConfig):
         n = self.n_streams
         maps = self.num_params(d_model=d_model, index=index, n_sublayers=n_sublayers)
         # Forward: H_res X (2 n^2 D), H_post y (2 n D), H_pre X (2 n D); the backward is twice that.
-        mixes = 2 * n * d_model + (2 * n * n + 2 * n) * d_model * (index > 0)
+        res = 2 * n * n if self.residual_map == "sinkhorn" else 0
+        mixes = 2 * n * d_model + (res + 2 * n) * d_model * (index > 0)
         return 6 * maps + 3 * mixes
 
     def no_weight_decay(self) -> list[str]:
@@ -73,8 +84,9 @@ class HyperConnectionsConfig(DepthConnectionConfig):
         for reader, record in enumerate(records):
             c = record.coefficients
             if previous is not None:
-                res = previous["res"]
-                carried = [(res @ v[..., None])[..., 0] for v in carried]
+                if "res" in previous:
+                    res = previous["res"]
+                    carried = [(res @ v[..., None])[..., 0] for v in carried]
                 carried.append(previous["post"])
             for source, v in enumerate(carried):
                 out[..., reader, source] = (c["pre"] * v).sum(dim=-1)
@@ -85,8 +97,9 @@ class HyperConnectionsConfig(DepthConnectionConfig):
         out = super().statistics(record)
         c = record.coefficients
         out["pre gate"] = c["pre"].mean()
-        if "res" in c:
+        if "post" in c:
             out["post gate"] = c["post"].mean()
+        if "res" in c:
             out["sinkhorn row error"] = (c["res"].sum(dim=-1) - 1).abs().amax()
             out["sinkhorn column error"] = (c["res"].sum(dim=-2) - 1).abs().amax()
             out["largest res logit"] = c["res_logits"].abs().amax()

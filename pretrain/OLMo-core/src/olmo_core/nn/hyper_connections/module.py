@@ -1,13 +1,24 @@
 """The boundary of mHC as a module: post-mix of the last sublayer, controllers and pre-mix of the next one."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 
-from olmo_core.nn.depth.connection import DepthBoundary, State, rms_norm, rms_normalize, upcast
+from olmo_core.nn.depth import connection
+from olmo_core.nn.depth.connection import (
+    DepthBackend,
+    DepthBoundary,
+    State,
+    rms_norm,
+    rms_normalize,
+    upcast,
+)
 from olmo_core.nn.transformer.init import _apply_init
 
+from .backends import flexible, tile_kernels
+from .backends.flexible.options import BoundaryOptions
 from .backends.reference import mhc_collapse, mhc_controls, mhc_post_mix
 
 if TYPE_CHECKING:
@@ -17,8 +28,8 @@ if TYPE_CHECKING:
 class HyperConnectionsBoundary(DepthBoundary):
     """
     The state is ``(X, H_post, H_res)``: the streams ``[B, T, N, D]`` in the model's dtype and, FP32, the maps that the
-    last boundary computed and this one applies to the sublayer's output: ``[B, T, N]`` and ``[B, T, N, N]``. The last
-    boundary collapses the streams for the LM head.
+    last boundary computed and this one applies to the sublayer's output: ``[B, T, N]`` and ``[B, T, N, N]`` (absent if it is
+    the identity). The last boundary collapses the streams for the LM head.
     """
 
     def __init__(
@@ -40,9 +51,16 @@ class HyperConnectionsBoundary(DepthBoundary):
         self.phi: nn.Parameter | None = None
         self.alpha: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
+        self.mixes_streams = config.residual_map == "sinkhorn"
+        self.options_code = BoundaryOptions.of(config, self.is_first, self.is_last).code
         if self.is_last and config.collapse == "sum":
             return
-        columns, scales = (n, 1) if self.is_last else (n * n + 2 * n, 3)
+        if self.is_last:
+            columns, scales = n, 1
+        elif self.mixes_streams:
+            columns, scales = n * n + 2 * n, 3
+        else:
+            columns, scales = 2 * n, 2
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=init_device))
@@ -67,7 +85,8 @@ class HyperConnectionsBoundary(DepthBoundary):
             # for ever if phi were zero.
             start[:n] = -3.0
             start[self._home_stream] = 3.0
-            start[2 * n :] = (6.0 * torch.eye(n) - 3.0).flatten()
+            if self.mixes_streams:
+                start[2 * n :] = (6.0 * torch.eye(n) - 3.0).flatten()
         _apply_init(lambda t: t.copy_(start), self.bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -83,7 +102,8 @@ class HyperConnectionsBoundary(DepthBoundary):
         if self.is_first:
             streams = y[..., None, :].expand(*y.shape[:-1], config.n_streams, self.d_model)
         else:
-            streams, post, res = state
+            streams, post, *rest = state
+            res = rest[0] if self.mixes_streams else None
             # Rounded to the model's dtype once a sublayer, as the residual stream of PreLN is.
             streams = mhc_post_mix(streams, y, post, res).to(y.dtype)
 
@@ -103,4 +123,57 @@ class HyperConnectionsBoundary(DepthBoundary):
         )
         h = mhc_collapse(streams, controls.pre)
         x = rms_norm(h, norm_weight, self.eps, y.dtype)
-        return (streams, controls.post, controls.res), x, h, controls._asdict()
+        coefficients = {name: c for name, c in controls._asdict().items() if c is not None}
+        state = (streams, controls.post)
+        if controls.res is not None:
+            state = (*state, controls.res)
+        return state, x, h, coefficients
+
+    def backend_candidates(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> dict[DepthBackend, Callable[[], str | None]]:
+        return {
+            DepthBackend.flexible: lambda: flexible.unavailable(
+                device,
+                dtype,
+                self.d_model,
+                self.config.n_streams,
+                interpreter=self.backend == DepthBackend.flexible,
+            ),
+            DepthBackend.tile_kernels: lambda: tile_kernels.unavailable(
+                device,
+                dtype,
+                self.config,
+                self.d_model,
+                by_name=self.backend == DepthBackend.tile_kernels,
+            ),
+            DepthBackend.reference: lambda: None,
+        }
+
+    def forward(
+        self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
+    ) -> tuple[State, torch.Tensor]:
+        # The kernels do not look at autocast, and leaving and restoring it costs the host as much as a launch.
+        if self.selected_backend == DepthBackend.flexible and connection._RECORDER is None:
+            return self.run_backend(state, y, norm_weight)
+        return super().forward(state, y, norm_weight)
+
+    def run_backend(
+        self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
+    ) -> tuple[State, torch.Tensor]:
+        run: Callable
+        if self.selected_backend == DepthBackend.flexible:
+            from .backends.flexible.ops import boundary as run
+        elif self.selected_backend == DepthBackend.tile_kernels:
+            from .backends.tile_kernels import boundary as run
+        else:
+            return super().run_backend(state, y, norm_weight)
+        streams, post, res = (*state, None, None, None)[:3]
+        # Not by attribute: nn.Module's look-up of each costs most of a microsecond.
+        phi, alpha, bias = map(self._parameters.get, ("phi", "alpha", "bias"))
+        streams, x, post, res = run(
+            streams, y, post, res, phi, alpha, bias, norm_weight, self.eps, self.options_code
+        )
+        if self.is_last:
+            return (streams,), x
+        return ((streams, post, res) if self.mixes_streams else (streams, post)), x
