@@ -111,6 +111,19 @@ def test_decode(tmp_path):
         assert case["bytes_per_step"] == 4 * (weights + case["batch"] * 300 * 2 * 2 * 16)
 
 
+@pytest.mark.parametrize("method", ["preln", "attnres_block", "mhc", "ldm"])
+def test_inference_is_in_bf16_throughout(method):
+    """What decode and prefill run on a GPU, here on the CPU."""
+    config = build_experiment("tiny", method, 1e-3, gpu="cpu").model
+    model = measure.inference_model(config, torch.bfloat16, CPU)
+    fp32 = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert all("boundary" in n for n in fp32)
+    ids = torch.randint(0, 1000, (2, 7))
+    with torch.inference_mode():
+        logits = model(ids, logits_to_keep=1)
+    assert logits.shape[:2] == (2, 1) and torch.isfinite(logits).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])

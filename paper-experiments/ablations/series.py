@@ -5,8 +5,8 @@ Runs many arms of the ablation series on one machine, several at once on each GP
     python paper-experiments/ablations/series.py --gpu h200 ldm:42,43,44 ldm@0.001 ldm@0.004 "ldm:42x1167"
 
 An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS]``. What has a result already is skipped, so the same command goes on after a
-stop. Small models leave a GPU idle while they compile and load; with several runs at once it is not, but their speed then says
-nothing and is left out of the results. Environment: as for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
+stop. With ``--slots`` above 1 a GPU is busy while others compile, but two compiled runs at once are slower than one after the other
+(90m on an H200), and their speed says nothing and is left out of the results. Environment: as for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
 """
 
 import argparse

@@ -462,21 +462,34 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
     }
 
 
+def inference_model(model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model with random weights of ``dtype``, but for the depth connection's that stay FP32, in evaluation mode."""
+    from olmo_core.config import DType
+
+    model_config = model_config.copy()
+
+    # Every module's config has a dtype of its own.
+    def adapt(c: Any) -> None:
+        if hasattr(c, "dtype"):
+            c.dtype = DType.from_pt(dtype)
+
+    model_config.apply(adapt)
+    model = model_config.build(init_device="meta")
+    model.init_weights(device=device)
+    return model.eval()
+
+
 class Inference:
     """A model in BF16 (FP32 on a CPU) with OLMo-core's generation module around it."""
 
     def __init__(self, opts: argparse.Namespace, config: Any, device: torch.device):
         from config_utils.scales import EOS_TOKEN_ID, PAD_TOKEN_ID
-        from olmo_core.config import DType
         from olmo_core.generate.generation_module import GenerationConfig
         from olmo_core.nn.depth.generation import DepthGenerationModule
 
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model_config = config.model.replace(dtype=DType.from_pt(self.dtype))
-        self.model = model_config.build(init_device="meta")
-        self.model.init_weights(device=device)
-        self.model.eval()
+        self.model = inference_model(config.model, self.dtype, device)
         self.module = DepthGenerationModule.from_model(
             self.model,
             GenerationConfig(
