@@ -524,19 +524,21 @@ class Graphs:
 @pytest.fixture
 def compile_blocks(monkeypatch) -> Iterator[Callable[..., Any]]:
     """
-    ``compile_blocks(model, backend)`` calls the model's own ``apply_compile`` with a backend that needs no C++ compiler
-    in the place of inductor, and puts torch's settings back afterwards.
+    ``compile_blocks(model, backend, inputs)`` calls the model's own ``apply_compile``, and the model on ``inputs`` if there
+    are any, with a backend that needs no C++ compiler in the place of inductor, and puts torch's settings back afterwards.
     """
     config, compiler = torch._dynamo.config, torch.compiler.config
     sources = compiler.dynamic_sources
     torch._dynamo.reset()
     original = nn.Module.compile
 
-    def apply(model: DepthTransformer, backend: Any) -> None:
+    def apply(model: DepthTransformer, backend: Any, inputs: tuple = ()) -> None:
         monkeypatch.setattr(
             nn.Module, "compile", lambda self, **kwargs: original(self, backend=backend, **kwargs)
         )
         model.apply_compile()
+        if inputs:
+            model(*inputs)  # the first step compiles what only then is known
         monkeypatch.setattr(nn.Module, "compile", original)
 
     with config.patch(recompile_limit=config.recompile_limit, fail_on_recompile_limit_hit=False):
@@ -575,18 +577,19 @@ def test_24_blocks_compile_to_four_graphs(depth, compile_blocks):
     assert (graphs.compiled, graphs.runs) == (4, 2 * (24 + 2))
 
 
-def test_attnres_full_compiles_every_block(compile_blocks):
+def test_attnres_full_compiles_every_boundary(compile_blocks):
     """
-    Each block has another number of sources and so a graph of its own. torch's limit on graphs is lowered below the
-    number of blocks, as 8 is below 24: apply_compile must lift it, and an excess must raise.
+    Each boundary has another number of sources and so a graph of its own; the sublayers of all blocks share one. torch's
+    limit on graphs is lowered below the number of boundaries, as 8 is below 49: apply_compile must lift it, and an excess
+    must raise.
     """
     config = torch._dynamo.config
     with config.patch(recompile_limit=2):
         model, graphs = built(AttnResConfig(), 3), Graphs()
-        compile_blocks(model, graphs)
         with torch.no_grad():
-            model(tokens(2, 8))
-        assert (graphs.compiled, graphs.runs) == (3 + 2, 3 + 2)
+            compile_blocks(model, graphs, (tokens(2, 8),))
+        # 7 boundaries, attention, feed-forward, LM head.
+        assert (graphs.compiled, graphs.runs) == (7 + 3, 7 + 6 + 1)
         assert config.fail_on_recompile_limit_hit
 
     # The control: with torch's own behaviour the blocks beyond the limit run eagerly, without an error.

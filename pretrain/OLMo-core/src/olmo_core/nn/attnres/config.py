@@ -19,6 +19,7 @@ class AttnResConfig(DepthConnectionConfig):
     """
 
     keeps_fp32: ClassVar[bool] = True
+    state_grows: ClassVar[bool] = True
 
     block_size: int = 1
 

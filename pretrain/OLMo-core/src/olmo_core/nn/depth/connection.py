@@ -257,6 +257,9 @@ class DepthConnectionConfig(ModuleConfig):
     keeps_fp32: ClassVar[bool] = False
     """Whether the boundary's parameters stay FP32 when the model is trained in BF16."""
 
+    state_grows: ClassVar[bool] = False
+    """Whether the number of tensors in the state grows with the depth: each block would then be a graph of its own."""
+
     backend: DepthBackend = DepthBackend.auto
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from .block import (
 )
 from .connection import (
     BoundaryRecord,
+    DepthBackend,
     DepthBoundary,
     DepthConnectionConfig,
     is_recording,
@@ -84,6 +85,7 @@ class DepthTransformer(Transformer):
         self._metrics_step = 0
         self._probe: torch.Tensor | None = None
         self._selected_for: tuple[str, torch.dtype] | None = None
+        self._compiles_references = False
         # The base class cached these before the modules above existed.
         for name in ("num_params", "num_non_embedding_params"):
             del self.__dict__[name]
@@ -155,7 +157,9 @@ class DepthTransformer(Transformer):
         # Recording runs the reference, outside autocast and so in another dtype.
         if self._selected_for != (y.device.type, y.dtype) and not is_recording():
             for boundary in self.boundaries():
-                boundary.select_backend(y.device, y.dtype)
+                backend = boundary.select_backend(y.device, y.dtype)
+                if self._compiles_references and backend == DepthBackend.reference:
+                    boundary.compile(fullgraph=False)
             self._selected_for = (y.device.type, y.dtype)
 
     def num_flops_per_token(self, seq_len: int) -> int:
@@ -219,14 +223,18 @@ class DepthTransformer(Transformer):
         raise NotImplementedError(PP_ERROR)
 
     def apply_compile(self) -> None:
-        # One graph for each kind of block, for AttnRes one for each number of sources, and each again for evaluation (no
-        # gradients) and for its last, smaller batch. Beyond torch's limit of 8 a block would silently run eagerly.
+        # One graph for each kind of block, for a state that grows one for each boundary of the reference, and each again for
+        # evaluation (no gradients). Beyond torch's limit of 8 a block would silently run eagerly.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 6 * self.n_layers + 16)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
         config.fail_on_recompile_limit_hit = True
         super().apply_compile()
-        self.final_boundary.compile(fullgraph=False)
+        if self.depth.state_grows:
+            # Kernels gain nothing from a graph around them; only the reference is compiled, once it is known to be chosen.
+            self._compiles_references = True
+        else:
+            self.final_boundary.compile(fullgraph=False)
 
     def apply_fsdp(  # type: ignore[override]
         self,
