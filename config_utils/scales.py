@@ -85,7 +85,10 @@ def load_scale(name: str) -> Scale:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in CONFIG_DIR.glob("*.yaml")))
         raise UserError(f"unknown scale '{name}': choose one of {known}")
-    data = yaml.safe_load(path.read_text())
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
     top = _checked(Scale, data, path, skip=("name",))
     return Scale(
         name=name,
@@ -106,8 +109,18 @@ def _checked(cls: Any, data: Any, path: Path, skip: tuple[str, ...] = ()) -> dic
     required = {n for n, f in known.items() if f.default is MISSING}
     if missing := sorted(required - set(data)):
         raise UserError(f"{path}: {cls.__name__} needs {', '.join(map(repr, missing))}")
-    # YAML reads 1e-6 without a dot as a string.
     for key, value in data.items():
-        if isinstance(value, str) and known[key].type in (float, "float"):
-            raise UserError(f"{path}: {key} must be a number, got '{value}' (write 1.0e-6)")
+        kind = str(known[key].type).removeprefix("<class '").removesuffix("'>")
+        if value is None and kind.endswith("| None"):
+            continue
+        kind = kind.removesuffix(" | None")
+        if kind == "int" and type(value) is not int:
+            raise UserError(f"{path}: {key} must be a whole number, got {value!r}")
+        if kind == "float" and type(value) not in (int, float):
+            # YAML reads 1e-6 without a dot as a string.
+            raise UserError(f"{path}: {key} must be a number, got {value!r} (write 1.0e-6)")
+        if kind in ("int", "float") and (value < 0 or (kind == "int" and value == 0)):
+            raise UserError(f"{path}: {key} must be above 0, got {value}")
+        if kind.startswith("dict") and not isinstance(value, dict):
+            raise UserError(f"{path}: {key} must be a mapping, got {value!r}")
     return dict(data)

@@ -18,8 +18,14 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from config_utils.errors import UserError, run_cli
 
 MIN_CHARACTERS = 400
 EVAL_SHARE = 0.05
@@ -115,10 +121,14 @@ def main() -> int:
     )
     parser.add_argument("out_dir", type=Path)
     opts = parser.parse_args()
-    counts = build(opts.out_dir)
+    try:
+        opts.out_dir.mkdir(parents=True, exist_ok=True)  # before a minute of reading
+        counts = build(opts.out_dir)
+    except OSError as e:
+        raise UserError(f"{opts.out_dir} cannot be written ({e.strerror})") from None
     print(f"{opts.out_dir}: {counts['train']} training and {counts['eval']} held-out documents")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_cli(main)

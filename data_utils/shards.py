@@ -20,6 +20,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -101,7 +102,7 @@ class _JsonManifest:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BadInput(f"the manifest {path} cannot be read ({error})") from None
         version = raw.get("format_version") if isinstance(raw, dict) else None
         if version != FORMAT_VERSION:
@@ -111,23 +112,45 @@ class _JsonManifest:
         try:
             manifest: _M = _from_dict(cls, raw)
             return manifest
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
+            raise BadInput(f"the manifest {path} is damaged (it has no {error})") from None
+        except (AttributeError, TypeError, ValueError) as error:
             raise BadInput(f"the manifest {path} is damaged ({error})") from None
 
 
-def _from_dict(cls: Any, raw: dict[str, Any]) -> Any:
+def _from_dict(cls: Any, raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        raise TypeError(f"{cls.__name__} is a {type(raw).__name__}")
     values = {}
     for f in fields(cls):
         value = raw[f.name]
         nested = _NESTED.get((cls.__name__, f.name))
-        if nested is not None:
-            value = (
-                [_from_dict(nested, v) for v in value]
-                if isinstance(value, list)
-                else _from_dict(nested, value)
-            )
+        if nested is None:
+            _check_value(f"{cls.__name__}.{f.name}", str(f.type), value)
+        elif str(f.type).startswith("list["):
+            if not isinstance(value, list):
+                raise TypeError(f"{cls.__name__}.{f.name} is no list")
+            value = [_from_dict(nested, v) for v in value]
+        else:
+            value = _from_dict(nested, value)
         values[f.name] = value
     return cls(**values)
+
+
+def _check_value(name: str, annotation: str, value: Any) -> None:
+    """A manifest may come from elsewhere, or be damaged: types, and file names that stay in their folder."""
+    expected: type = {"int": int, "str": str}.get(annotation.split("[")[0], dict)
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}")
+    if name.endswith(".dtype") and value not in ("uint16", "uint32"):
+        raise ValueError(f"{name} is {value!r}, neither uint16 nor uint32")
+    if name == "ShardSummary.path" and not _PATH.fullmatch(str(value)):
+        raise ValueError(f"{name} is {value!r}, which is not train/NAME or eval/NAME")
+    if name == "FileRecord.name" and Path(str(value)).name != value:
+        raise ValueError(f"{name} is {value!r}, which is not a file name")
+
+
+_PATH = re.compile(r"(train|eval)/(?!\.{1,2}$)[^/\0]+")
 
 
 @dataclass(frozen=True)

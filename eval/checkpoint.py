@@ -14,8 +14,10 @@ import logging
 import os
 import pickle
 import re
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -152,6 +154,94 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _read_metadata(path: Path) -> Any:
+    """
+    The metadata of a distributed checkpoint, with nothing unpickled that is not in :data:`PICKLE_NAMES`.
+
+    :raises FileNotFoundError: If there is none.
+    :raises ValueError: If it is damaged or holds anything else.
+    """
+    try:
+        with path.open("rb") as f:
+            return _MetadataUnpickler(f).load()
+    except FileNotFoundError:
+        raise
+    except Exception as e:  # damaged pickles raise anything
+        raise ValueError(" ".join(str(e).split())[:200] or type(e).__name__) from None
+
+
+def _read_slice(folder: Path, info: Any) -> bytes | None:
+    """
+    The bytes of one stored tensor: a zip archive, as ``torch.save`` writes it. ``None`` if they are not all there or differ
+    from the checksums in the archive, which ``torch.load`` does not compare.
+    """
+    try:
+        with (folder / info.relative_path).open("rb") as f:
+            f.seek(info.offset)
+            data = f.read(info.length)
+        if len(data) != info.length:
+            return None
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return data if archive.testzip() is None else None
+    except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError, zipfile.BadZipFile):
+        return None
+
+
+def _is_inside(info: Any) -> bool:
+    name = info.relative_path
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def damage(path: Path, threads: int = 4) -> str | None:
+    """
+    What is wrong with a checkpoint of the trainer, if anything is: files that are missing, cut off or changed. Everything is
+    read once, about a second for a gigabyte and thread.
+
+    :param path: A ``stepN`` folder.
+    """
+    folder = path / "model_and_optim"
+    try:
+        storage = list(_read_metadata(folder / ".metadata").storage_data.items())
+    except FileNotFoundError:
+        return "model_and_optim/.metadata is missing"
+    except (ValueError, AttributeError) as e:
+        return f"model_and_optim/.metadata: {e}"
+    states = sorted((path / "train").glob("rank*.pt"))
+    if not states:
+        return "train/rank0.pt is missing"
+    for file in states:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if archive.testzip() is not None:
+                    return f"train/{file.name}: checksums differ"
+        except (OSError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile):
+            return f"train/{file.name} is cut off or changed"
+    if any(not _is_inside(info) for _, info in storage):
+        return "model_and_optim/.metadata refers to a file outside the checkpoint"
+    with ThreadPoolExecutor(threads) as pool:
+        whole = pool.map(lambda entry: _read_slice(folder, entry[1]) is not None, storage)
+        for (index, info), good in zip(storage, whole, strict=True):
+            if not good:
+                return f"model_and_optim/{info.relative_path}: '{index.fqn}' is cut off or changed"
+    return None
+
+
+def restrict_unpickling() -> None:
+    """
+    For OLMo-core's own reader, which the trainer resumes with: ``torch.load`` unpickles tensors and plain data only, although
+    that reader asks for everything. :func:`damage` has checked the metadata, which it unpickles by other means.
+    """
+    import numpy as np
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    # NumPy's random state is an array in the trainer's state; NumPy 1 and 2 name the function differently.
+    reconstruct: Any = np.zeros(0).__reduce__()[0]
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
+    allowed: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    allowed += [(reconstruct, f"{module}._reconstruct") for module in modules]
+    torch.serialization.add_safe_globals(allowed)
+
+
 class DistributedWeights(StoredWeights):
     """
     The ``model.*`` tensors of OLMo-core's distributed format. OLMo-core's own reader unpickles the metadata and every
@@ -164,15 +254,14 @@ class DistributedWeights(StoredWeights):
         self.folder = folder
         path = folder / ".metadata"
         try:
-            with path.open("rb") as f:
-                metadata = _MetadataUnpickler(f).load()
+            metadata = _read_metadata(path)
             state_dict_metadata = metadata.state_dict_metadata
             storage = {(i.fqn, tuple(i.offset or ())): s for i, s in metadata.storage_data.items()}
         except FileNotFoundError:
             raise UserError(
                 f"{folder} has no .metadata: the checkpoint was not written to its end; use another step"
             ) from None
-        except Exception as e:  # damaged pickles raise anything
+        except (ValueError, AttributeError, TypeError) as e:
             raise UserError(
                 f"{path} is not the metadata of an OLMo-core checkpoint ({e}); copy it again, or use a release "
                 "with model.safetensors"
@@ -209,16 +298,14 @@ class DistributedWeights(StoredWeights):
         return out
 
     def _read_part(self, info: Any) -> torch.Tensor | None:
-        if Path(info.relative_path).name != info.relative_path:
+        if not _is_inside(info):
             raise UserError(
                 f"{self.folder}/.metadata refers to a file outside the checkpoint: {info.relative_path}"
             )
+        data = _read_slice(self.folder, info)
+        if data is None:
+            return None
         try:
-            with (self.folder / info.relative_path).open("rb") as f:
-                f.seek(info.offset)
-                data = f.read(info.length)
-            if len(data) != info.length:
-                return None
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
             return None
@@ -327,15 +414,22 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     try:
         config = json.loads(config_path.read_text())
         model_data, tokenizer_data = config["model"], _tokenizer_data(config)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        sequence_length = _sequence_length(config)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(
             f"{config_path} is not the config of a training run ({type(e).__name__}: {e}); it needs the key 'model'"
         ) from None
+    for name in ("train_module", "train_module.optim", "release"):
+        part: Any = config
+        for key in name.split("."):
+            part = part.get(key, {})
+        if not isinstance(part, dict):
+            raise UserError(f"{config_path}: '{name}' is not a mapping")
     model_config = _build_config(TransformerConfig, model_data, f"{config_path}, 'model'")
     tokenizer_config = _build_config(
         TokenizerConfig, tokenizer_data, f"{config_path}, 'dataset.tokenizer'"
     )
-    return Checkpoint(path, config, model_config, tokenizer_config, _sequence_length(config))
+    return Checkpoint(path, config, model_config, tokenizer_config, sequence_length)
 
 
 def _not_a_checkpoint(path: Path) -> str:
@@ -552,6 +646,12 @@ def load_checkpoint(
 
 def check_weights(checkpoint: Checkpoint, weights: StoredWeights) -> dict[str, str]:
     """:func:`match_keys` of a checkpoint, without building the model in memory."""
-    meta = build_model(checkpoint.model_config, torch.float32, torch.device("meta"))
+    try:
+        meta = build_model(checkpoint.model_config, torch.float32, torch.device("meta"))
+    except Exception as e:  # sizes and names that no class checks
+        why = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(
+            f"the model that {checkpoint.path / 'config.json'} describes cannot be built: {why}"
+        ) from None
     expected = {name: tuple(t.shape) for name, t in meta.state_dict().items()}
     return match_keys(expected, weights.specs, f"{checkpoint.path} (method {checkpoint.method})")

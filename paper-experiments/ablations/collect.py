@@ -31,7 +31,10 @@ WARM_UP_STEPS = 20
 def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as e:
+        raise UserError(f"{path} is damaged ({e}); starting the run again repairs it") from None
 
 
 def collect(run: Path, shared_gpu: bool = False) -> dict[str, Any]:
@@ -47,8 +50,11 @@ def collect(run: Path, shared_gpu: bool = False) -> dict[str, Any]:
     configs = sorted(run.glob("step*/config.json"), key=lambda p: int(p.parent.name[4:]))
     if not configs:
         raise UserError(f"{run} has no checkpoint, so the run has not finished")
-    config = json.loads(configs[-1].read_text())
-    steps = config["trainer"]["max_duration"]["value"]
+    try:
+        config = json.loads(configs[-1].read_text())
+        steps = config["trainer"]["max_duration"]["value"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{configs[-1]} is not the config of a run") from None
     last = [m for m in metrics if m["step"] == steps and HELD_OUT in m]
     if not last:
         raise UserError(f"{run} has no held-out loss at step {steps}, so the run has not finished")
@@ -229,7 +235,16 @@ def main() -> int:
         raise UserError(
             f"{opts.results} holds no results: make some with 'collect.py save RUN_FOLDER'"
         )
-    rows = summarise([json.loads(p.read_text()) for p in files])
+    results = []
+    for path in files:
+        try:
+            results.append(json.loads(path.read_text()))
+            summarise(results[-1:])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"{path} is not a result of collect.py: remove it, or save the run again"
+            ) from None
+    rows = summarise(results)
     text = markdown(rows)
     write(opts.results / "table.md", text)
     plot(rows, opts.results / "loss.png")

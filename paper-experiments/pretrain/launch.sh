@@ -61,15 +61,20 @@ if [[ $GPU == cpu ]]; then
   export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}
   NPROC=${NPROC:-1}
 else
-  NPROC=${NPROC:-$(grep -c . <<<"$NAMES" || true)}
+  COUNT=$(grep -c . <<<"$NAMES" || true)
+  NPROC=${NPROC:-$((COUNT > 0 ? COUNT : 1))} # without a GPU train.py says so
 fi
-[[ $NPROC -ge 1 ]] || NPROC=1
 NNODES=${NNODES:-1}
+[[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC must be a number of processes, got '$NPROC'"
+[[ $NNODES =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of machines, got '$NNODES'"
+command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' here: activate the environment (source .venv/bin/activate) or set PYTHON"
 if [[ $NPROC -gt 1 || $NNODES -gt 1 ]]; then
   RUN=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC")
   if [[ $NNODES -gt 1 ]]; then
-    RUN+=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?set NODE_RANK to this node\'s number}"
-          --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first node}" --master-port "${MASTER_PORT:-29500}")
+    [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] || fail "NNODES=$NNODES: set NODE_RANK to this machine's number, 0 to $((NNODES - 1))"
+    [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$NNODES: set MASTER_ADDR to the first machine's name or address"
+    RUN+=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+          --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
   else
     RUN+=(--standalone)
   fi

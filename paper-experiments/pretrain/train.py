@@ -11,11 +11,15 @@ WANDB_ENTITY, WANDB_PROJECT. Further arguments override the config: ``trainer.ca
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
@@ -24,17 +28,22 @@ sys.path.insert(
 import rich
 import torch
 import yaml
+from torch.distributed.checkpoint import CheckpointException
 
+from config_utils.callbacks import GuardCallback, LocalError
 from config_utils.errors import UserError, run_cli
 from config_utils.experiment import GPUS, ExperimentConfig, build_experiment, env_path
 from config_utils.run_info import run_info, sha256
-from olmo_core.distributed.utils import get_local_world_size, get_rank
+from eval.checkpoint import damage, restrict_unpickling
+from olmo_core.distributed.utils import broadcast_object, get_local_world_size, get_rank
 from olmo_core.exceptions import OLMoConfigurationError
 from olmo_core.train import prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import ConfigSaverCallback
+from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.utils import seed_all
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -49,40 +58,136 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def env_int(name: str) -> int | None:
+def env_int(name: str, least: int = 0, most: int = 2**32 - 1) -> int | None:
     value = os.environ.get(name)
     if not value:
         return None
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise UserError(f"{name} must be a whole number, got '{value}'") from None
+    if not least <= number <= most:
+        raise UserError(f"{name} must be at least {least} and at most {most}, got {value}")
+    return number
 
 
-def check_same_model(config: ExperimentConfig) -> int | None:
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints of a run folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((step, Path(path)) for step, path in Checkpointer.find_checkpoints(folder))
+
+
+def newest_whole_checkpoint(config: ExperimentConfig) -> int | None:
     """
-    The newest checkpoint's step in the run folder, if there is one.
+    The step that the run goes on from, if it has a checkpoint. One that is damaged is renamed, so that the run goes on
+    from the one before it.
 
-    :raises UserError: If that checkpoint is of another model.
+    :raises UserError: If all are damaged, or the checkpoint is of another model.
     """
     folder = Path(config.trainer.save_folder)
-    steps = sorted(
-        (int(p.name.removeprefix("step")), p)
-        for p in folder.glob("step*")
-        if p.name.removeprefix("step").isdigit() and (p / ".metadata.json").is_file()
-    )
-    if not steps:
-        return None
-    step, path = steps[-1]
-    saved = json.loads((path / "config.json").read_text())["model"]
-    if saved != config.model.as_config_dict():
-        ours = config.model.as_config_dict()
+    damaged = []
+    for step, path in reversed(checkpoints(folder)):
+        if problem := damage(path):
+            aside = path.with_name(f"{path.name}.damaged")
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}.damaged{number}")
+            path.rename(aside)
+            log.warning("%s is damaged (%s); renamed to %s", path, problem, aside.name)
+            damaged.append(f"{aside.name} ({problem})")
+            continue
+        # The trainer writes it last: a run that was killed at that moment has a whole checkpoint without one.
+        if (path / "config.json").is_file():
+            check_same_model(config, path)
+        return step
+    if damaged:
+        raise UserError(
+            f"{folder} has no whole checkpoint left: {', '.join(damaged)}; copy one back from elsewhere, or move the "
+            "run folder away to train from the start"
+        )
+    return None
+
+
+def check_same_model(config: ExperimentConfig, path: Path) -> None:
+    """
+    :raises UserError: If a checkpoint is of another model.
+    """
+    try:
+        saved = json.loads((path / "config.json").read_text())["model"]
+        assert isinstance(saved, dict)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise UserError(
+            f"{path / 'config.json'} is damaged; copy it from another checkpoint of this run, or remove it"
+        ) from None
+    ours = config.model.as_config_dict()
+    if saved != ours:
         different = sorted(k for k in saved.keys() | ours.keys() if saved.get(k) != ours.get(k))
         raise UserError(
             f"{path} holds a checkpoint of another model (its {', '.join(different)} differ); move that run folder "
             "away or set another CHECKPOINT_DIR"
         )
-    return step
+
+
+def check_values(config: ExperimentConfig) -> None:
+    """
+    What an override can break without any class of the config noticing it.
+
+    :raises UserError: If a value is out of its range.
+    """
+    trainer, module, tokenizer = config.trainer, config.train_module, config.dataset.tokenizer
+    held_out = trainer.callbacks.get("held_out")
+    for name, value in (
+        ("trainer.metrics_collect_interval", trainer.metrics_collect_interval),
+        ("trainer.cancel_check_interval", trainer.cancel_check_interval),
+        ("metrics_interval", config.metrics_interval),
+        ("trainer.callbacks.held_out.eval_interval", getattr(held_out, "eval_interval", 1)),
+        ("trainer.callbacks.held_out.sequence_length", getattr(held_out, "sequence_length", 1)),
+        ("data_loader.global_batch_size", config.data_loader.global_batch_size),
+        ("train_module.rank_microbatch_size", module.rank_microbatch_size),
+        ("model.d_model", config.model.d_model),
+        ("model.n_layers", config.model.n_layers),
+    ):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if module.max_grad_norm is not None and not module.max_grad_norm > 0:
+        raise UserError(
+            f"train_module.max_grad_norm must be above 0 or null, got {module.max_grad_norm}"
+        )
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens"
+        )
+    for name in ("eos_token_id", "pad_token_id"):
+        if not 0 <= getattr(tokenizer, name) < tokenizer.vocab_size:
+            raise UserError(
+                f"dataset.tokenizer.{name} is {getattr(tokenizer, name)}, which is no token of the {tokenizer.vocab_size}"
+            )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def write_error(error: BaseException) -> str | None:
+    """The reason, if an exception comes from a file that could not be written."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+    for e in causes(error):
+        if isinstance(e, OSError) and e.errno in full:
+            return os.strerror(e.errno)
+        # torch's writer, and exceptions that a distributed save carries as text
+        for number in full:
+            if os.strerror(number) in str(e):
+                return os.strerror(number)
+        if "PytorchStreamWriter failed" in str(e) or "file write failed" in str(e):
+            return "a file could not be written; is the disk full?"
+    return None
 
 
 def main() -> int:
@@ -90,7 +195,7 @@ def main() -> int:
     for override in overrides:
         if override.startswith("-") and "=" not in override:
             raise UserError(f"unknown option '{override}'; see --help")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = env_int("WORLD_SIZE", least=1) or 1
     data_dir = env_path("DATA_DIR")
     if data_dir is None and not opts.dry_run:
         raise UserError("DATA_DIR is not set; set it to the tokeniser's --output-dir")
@@ -111,11 +216,11 @@ def main() -> int:
         opts.lr,
         gpu=opts.gpu,
         world_size=world_size,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        local_world_size=env_int("LOCAL_WORLD_SIZE", least=1) or world_size,
         data_dir=None if opts.dry_run else data_dir,
         checkpoint_dir=checkpoint_dir,
         seed=42 if seed is None else seed,
-        steps=env_int("STEPS"),
+        steps=env_int("STEPS", least=1),
         wandb_project=os.environ.get("WANDB_PROJECT"),
         wandb_entity=os.environ.get("WANDB_ENTITY"),
     )
@@ -123,16 +228,42 @@ def main() -> int:
         try:
             config = config.merge(overrides)
         except Exception as e:  # the decoder raises many kinds
-            raise UserError(f"cannot apply {' '.join(overrides)} to the config: {e}") from None
+            why = " ".join(str(e).split())
+            raise UserError(f"cannot apply {' '.join(overrides)} to the config: {why}") from None
+    check_values(config)
     if opts.dry_run:
         plain = json.loads(json.dumps(config.as_config_dict()))  # YAML knows no enums
         print(yaml.safe_dump(plain, sort_keys=False), end="")
         return 0
-    resumed_from = check_same_model(config)
-    return train(config, resumed_from)
+    try:
+        Path(config.trainer.save_folder).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(
+            f"{config.trainer.save_folder} cannot be made ({e.strerror}); set CHECKPOINT_DIR to a folder"
+        ) from None
+    return train(config, overrides)
 
 
-def train(config: ExperimentConfig, resumed_from: int | None) -> int:
+def on_first_process(function: Callable[..., T], *args: Any) -> T:
+    """
+    Call a function on the first process only; all get its result.
+
+    :raises UserError: On all, if it does on the first.
+    """
+    result: T | None = None
+    error: str | None = None
+    if get_rank() == 0:
+        try:
+            result = function(*args)
+        except UserError as e:
+            error = str(e)
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise UserError(error)
+    return cast(T, result)
+
+
+def train(config: ExperimentConfig, overrides: Sequence[str] = ()) -> int:
     """:returns: The exit status: 143 (128 + SIGTERM) if the run was stopped before its end, so that nothing goes on with it."""
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     backend = None
@@ -142,6 +273,8 @@ def train(config: ExperimentConfig, resumed_from: int | None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     prepare_training_environment(backend=backend, shared_filesystem=True)
     seed_all(config.seed)
+    restrict_unpickling()
+    resumed_from = on_first_process(newest_whole_checkpoint, config)
     log.info(
         "Run folder %s: %s",
         config.trainer.save_folder,
@@ -157,8 +290,17 @@ def train(config: ExperimentConfig, resumed_from: int | None) -> int:
             dataset, dp_process_group=train_module.dp_process_group
         )
         trainer = config.trainer.build(train_module, data_loader)
+        guard = GuardCallback()
+        trainer.add_callback("guard", guard)
     except OLMoConfigurationError as e:
-        raise UserError(f"{config.run_name}: {e}") from None
+        raise UserError(f"{config.run_name}: {' '.join(str(e).split())}") from None
+    except Exception as e:
+        if not overrides:
+            raise
+        why = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(
+            f"{config.run_name} cannot be built with {' '.join(overrides)}: {why}"
+        ) from None
 
     for callback in trainer.callbacks.values():
         if isinstance(callback, ConfigSaverCallback):
@@ -175,7 +317,14 @@ def train(config: ExperimentConfig, resumed_from: int | None) -> int:
             f.write(json.dumps(info) + "\n")
         if rich.get_console().is_terminal:
             rich.print(f"[bold]{config.run_name}[/bold]: {model.num_params:,d} parameters")
-    trainer.fit()
+    try:
+        trainer.fit()
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as e:  # the latter is a BaseException
+        if (known := user_error(e, guard, config)) is None:
+            raise
+        raise known from e
     step, last_step = trainer.global_step, trainer.max_steps
     teardown_training_environment()
     if last_step is not None and step < last_step:
@@ -188,5 +337,41 @@ def train(config: ExperimentConfig, resumed_from: int | None) -> int:
     return 0
 
 
+def user_error(
+    error: BaseException, guard: GuardCallback, config: ExperimentConfig
+) -> UserError | None:
+    """One sentence for a failed training, if the reason is known."""
+    for e in causes(error):
+        if isinstance(e, UserError):
+            return e
+        # OLMo-core's collator; from a worker process the message comes within a traceback.
+        if found := re.search(r"Token IDs \[.*?\] outside valid range \S+ \S+\)", str(e)):
+            return LocalError(
+                f"after step {guard.step}: {found[0]}, so a token file is damaged: run the tokeniser again with "
+                "--skip-existing, then this command"
+            )
+    if reason := write_error(error):
+        steps = checkpoints(Path(config.trainer.save_folder))
+        last = f"the last whole checkpoint is {steps[-1][1]}" if steps else "there is no checkpoint"
+        return LocalError(
+            f"cannot write into {config.trainer.save_folder} ({reason}); {last}: make room and run the same command again"
+        )
+    if isinstance(error, OLMoConfigurationError):
+        return UserError(f"{config.run_name}: {' '.join(str(error).split())}")
+    if (step := guard.bad_step()) is not None:
+        return UserError(guard.describe(step, together=False))
+    return None
+
+
+def cli() -> int:
+    """One message for a mistake, whatever the number of processes."""
+    try:
+        return main()
+    except UserError as e:
+        if os.environ.get("RANK", "0") != "0" and not isinstance(e, LocalError):
+            return 2
+        raise
+
+
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(cli)

@@ -22,7 +22,7 @@ import summarize
 import timing
 
 from config_utils.errors import UserError, run_cli
-from config_utils.run_info import run_info
+from config_utils.run_info import git_state, run_info
 from config_utils.scales import load_scale
 
 HERE = Path(__file__).resolve().parent
@@ -180,7 +180,46 @@ def environment_text(opts: argparse.Namespace) -> str:
     return " ".join([*words, "rounds.sh", shlex.join(arguments)])
 
 
-def run_rounds(opts: argparse.Namespace, out: Path, nproc: int) -> None:
+def settings_of(opts: argparse.Namespace, nproc: int) -> dict[str, Any]:
+    """What the rounds of one run have in common, apart from the machine and the date."""
+    return {
+        "mode": opts.mode,
+        "scale": opts.scale,
+        "gpu": opts.gpu,
+        "world_size": nproc,
+        "methods": opts.methods,
+        "options": {knob: getattr(opts, knob) for knob in KNOBS},
+        "overrides": opts.overrides,
+        "compile": not opts.no_compile,
+        "command": environment_text(opts),
+    }
+
+
+def finished_rounds(opts: argparse.Namespace, out: Path, nproc: int) -> set[int]:
+    """
+    The whole rounds of this same command, which was stopped; none in a new folder.
+
+    :raises UserError: If the folder holds the rounds of another command, of other code, or of a run that has ended.
+    """
+    if not any(out.glob("round-*.json")):
+        return set()
+    rounds = summarize.read_rounds(out)
+    ours = settings_of(opts, nproc)
+    same = all(
+        all(r["settings"].get(k) == v for k, v in ours.items())
+        and r["run"]["git"]["commit"] == git_state()["commit"]
+        for r in rounds
+    )
+    done = {r["round"] for r in rounds if r["complete"]}
+    if not same or len(done) >= opts.rounds:
+        raise UserError(
+            f"{out} holds the rounds of another run: set OUT to another folder, or move it away"
+        )
+    return done
+
+
+def run_rounds(opts: argparse.Namespace, out: Path, nproc: int, done: set[int]) -> None:
+    """:param done: Rounds that are kept from a run that was stopped; one that was cut off is measured again as a whole."""
     log, part = out / "log.txt", out / ".measurement.json"
     info = run_info()
 
@@ -194,21 +233,23 @@ def run_rounds(opts: argparse.Namespace, out: Path, nproc: int) -> None:
             f"the first reading of the machine's speed failed: {before['error']} (see {log})"
         )
     settings = {
-        "mode": opts.mode,
-        "scale": opts.scale,
-        "gpu": opts.gpu,
+        **settings_of(opts, nproc),
         "device": before["device"],
-        "world_size": nproc,
-        "methods": opts.methods,
-        "options": {knob: getattr(opts, knob) for knob in KNOBS},
-        "overrides": opts.overrides,
-        "compile": not opts.no_compile,
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": environment_text(opts),
     }
+    if done:
+        kept = next(r["settings"] for r in summarize.read_rounds(out) if r["round"] in done)
+        if kept["device"] != settings["device"]:
+            raise UserError(
+                f"{out} holds rounds of a {kept['device']}, this machine has a {settings['device']}: set OUT to "
+                "another folder"
+            )
+        settings = kept  # the date of the start
     if opts.gpu != "cpu" and opts.gpu.upper() not in before["device"]:
         print(f"warning: {opts.gpu} was named, {before['device']} is here; MFU is of what is here")
     for number in range(1, opts.rounds + 1):
+        if number in done:
+            continue
         path = out / f"round-{number}.json"
         order = rotated(opts.methods, number)
         result: dict[str, Any] = {
@@ -263,16 +304,15 @@ def main(argv: list[str] | None = None) -> int:
                 command = measure_command(opts, method, nproc, out / ".measurement.json")
                 print(f"round {number}: {shlex.join(command)}")
         return 0
-    if out.exists() and any(out.glob("round-*.json")):
-        raise UserError(
-            f"{out} holds the rounds of another run: set OUT to another folder, or move it away"
-        )
+    done = finished_rounds(opts, out, nproc)
+    if any(out.glob("round-*.json")):
+        print(f"{out}: going on after {len(done)} whole rounds of {opts.rounds}", flush=True)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"OUT={out} cannot be made ({e.strerror}): set OUT to a folder") from None
     try:
-        run_rounds(opts, out, nproc)
+        run_rounds(opts, out, nproc, done)
     except KeyboardInterrupt:
         print(f"stopped; summarize.py {out} shows what was measured", file=sys.stderr)
         return 130

@@ -1,0 +1,296 @@
+"""
+What keeps a long run alive: the guard against losses and gradients that are not finite, damaged checkpoints, full disks, and
+hostile files. The campaign of ``faults.py`` kills real processes; its cases are here as tests marked ``campaign``, the cheapest ones always.
+"""
+
+import json
+import math
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+import torch
+from eval_helpers import METHODS, tiny_config, tiny_model, write_checkpoint
+from test_launch import corpus
+
+from config_utils.callbacks import GuardCallback, NonFiniteError, find_origin
+from config_utils.errors import UserError
+from config_utils.experiment import ExperimentConfig, build_experiment
+from eval.checkpoint import damage, restrict_unpickling
+from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "paper-experiments" / "pretrain"))
+import train
+
+# -- training guards ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus") / "data")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Training in this process sets a hook and a variable."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
+
+
+def small_run(data: Path, folder: Path, *more: str) -> ExperimentConfig:
+    config = build_experiment(
+        "tiny", "ldm", 4e-3, gpu="cpu", data_dir=data, checkpoint_dir=folder, steps=faults.STEPS
+    )
+    return config.merge([*faults.SMALL, *more])
+
+
+def break_at(monkeypatch, step: int, action: Any) -> list[torch.Tensor]:
+    """Act on the model from one step of the training on, after that step's batch is known; gives that batch's indices."""
+    indices: list[torch.Tensor] = []
+    original = GuardCallback.pre_step
+
+    def pre_step(self: GuardCallback, batch: dict[str, Any]) -> None:
+        original(self, batch)
+        if self.step == step:
+            indices.append(batch["index"])
+            action(self.trainer.train_module.model)
+
+    monkeypatch.setattr(GuardCallback, "pre_step", pre_step)
+    return indices
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_an_output_that_is_not_finite(data, tmp_path, monkeypatch, interval):
+    """The second micro-batch's only sequence, at a step between two collections of metrics."""
+    calls = [0]
+
+    def action(model: torch.nn.Module) -> None:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return output * math.inf if calls[0] % 2 == 0 else output
+
+        model.blocks["1"].feed_forward.w2.register_forward_hook(hook)
+
+    indices = break_at(monkeypatch, 6, action)
+    config = small_run(data, tmp_path, f"trainer.metrics_collect_interval={interval}")
+    with pytest.raises(NonFiniteError) as e:
+        train.train(config)
+    run = Path(config.trainer.save_folder)
+    second = indices[0].flatten().tolist()[1]
+    assert str(e.value).startswith("step 6: the loss or a gradient is not finite; it began in the ")
+    assert f"output of blocks.1.feed_forward.w2 (data indices {second});" in str(e.value)
+    assert f"the last good checkpoint is {run / 'step4'}, and nothing was saved" in str(e.value)
+    assert [p.name for p in sorted(run.glob("step*"))] == ["step4"]
+    assert damage(run / "step4") is None
+
+
+def test_a_gradient_that_is_not_finite(data, tmp_path, monkeypatch):
+    """The loss is finite and stays it; the parameters are those of the step before."""
+    models = []
+
+    def action(model: torch.nn.Module) -> None:
+        models.append((model, {k: v.clone() for k, v in model.state_dict().items()}))
+        parameter = model.blocks["0"].feed_forward.w1.weight
+        parameter.register_hook(lambda grad: grad * math.nan)
+
+    indices = break_at(monkeypatch, 5, action)
+    config = small_run(data, tmp_path, "trainer.metrics_collect_interval=10")
+    with pytest.raises(NonFiniteError) as e:
+        train.train(config)
+    shown = ", ".join(map(str, indices[0].flatten().tolist()))
+    assert "it began in the gradient of blocks.0.feed_forward.w1.weight" in str(e.value)
+    assert f"(data indices {shown})" in str(e.value)
+    (model, before), *_ = models
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_find_origin_without_a_fault(data, tmp_path):
+    config = small_run(data, tmp_path)
+    module = config.train_module.build(config.model.build(init_device="meta"))
+    batch = {"input_ids": torch.randint(0, 50_000, (4, 64)), "index": torch.arange(4)}
+
+    class Trainer:
+        global_step = 1
+
+        def record_metric(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    module._trainer = Trainer()  # type: ignore[assignment]
+    assert find_origin(module, batch) is None
+    with torch.no_grad():
+        module.model.lm_head.w_out.weight[3] = math.inf
+    assert "parameter lm_head.w_out.weight" in find_origin(module, batch).what  # type: ignore[union-attr]
+
+
+def test_spikes_are_reported(caplog):
+    guard = GuardCallback()
+    losses = [5 + 0.1 * math.sin(i) for i in range(60)]
+    seen = []
+    for step, loss in enumerate([*losses, 5.1, 7.0, 5.1]):
+        metrics = {TRAIN_CE_LOSS_METRIC: loss}
+        guard.pre_log_metrics(step, metrics)
+        seen += [step] if "train/CE loss spike" in metrics else []
+    assert seen == [61]
+    assert "Loss spike at step 61: 7.0000, against 5.0" in caplog.text
+    again = GuardCallback()
+    again.load_state_dict({"losses": list(guard._losses)})
+    metrics = {TRAIN_CE_LOSS_METRIC: 9.0}
+    again.pre_log_metrics(63, metrics)  # the losses before a resume count
+    assert "train/CE loss spike" in metrics
+
+
+# -- a training run that goes on ----------------------------------------------------------------
+
+
+def test_damaged_checkpoints_are_set_aside(data, tmp_path, monkeypatch):
+    """In this process: train, damage the newest two checkpoints, go on from the third, with the same losses."""
+    monkeypatch.setenv("DATA_DIR", str(data))
+    config = small_run(data, tmp_path)
+    assert train.train(config) == 0
+    run = Path(config.trainer.save_folder)
+    whole = faults.losses(run)
+    faults.cut(faults.largest(run / "step12"))
+    state = run / "step8" / "train" / "rank0.pt"
+    faults.flip(state, state.read_bytes().index(b"global_step"))
+    assert train.train(config) == 0
+    assert faults.losses(run) == whole
+    names = {p.name for p in run.glob("step*")}
+    assert names == {"step4", "step8", "step12", "step8.damaged", "step12.damaged"}
+    infos = [json.loads(line) for line in (run / "runs.jsonl").read_text().splitlines()]
+    assert [i["resumed_from_step"] for i in infos] == [None, 4]
+    assert (
+        len(infos[0]["data_manifest_sha256"]) == 64 if "data_manifest_sha256" in infos[0] else True
+    )
+    for step in (4, 8, 12):
+        faults.cut(run / f"step{step}" / "model_and_optim" / ".metadata")
+    with pytest.raises(UserError, match="has no whole checkpoint left"):
+        train.train(config)
+    assert len(list(run.glob("*.damaged*"))) == 5
+
+
+def test_write_errors_are_recognised():
+    def raised(function: Any) -> BaseException:
+        try:
+            function()
+        except BaseException as e:
+            return e
+        raise AssertionError
+
+    def full() -> None:
+        with open("/dev/full", "w", buffering=1) as f:
+            f.write("x\n")
+
+    def full_within() -> None:
+        try:
+            full()
+        except OSError as e:
+            raise RuntimeError("An error occurred") from e
+
+    assert train.write_error(raised(full)) == "No space left on device"
+    assert train.write_error(raised(full_within)) == "No space left on device"
+    assert train.write_error(
+        RuntimeError("Original error:\nOSError: [Errno 28] No space left on device")
+    )
+    assert train.write_error(ValueError("anything else")) is None
+
+
+# -- hostile files ------------------------------------------------------------------------------
+
+
+class Attack:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.marker),))
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    config = tiny_config(METHODS["preln"])
+    path = write_checkpoint(tmp_path / "run" / "step1", tiny_model(config), config)
+    (path / "train").mkdir()
+    torch.save({"global_step": 1}, path / "train" / "rank0.pt")
+    return path
+
+
+def test_damage_is_named(checkpoint):
+    assert damage(checkpoint) is None
+    state = checkpoint / "train" / "rank0.pt"
+    faults.flip(state, state.read_bytes().index(b"global_step"))
+    assert "rank0.pt" in str(damage(checkpoint))
+    torch.save({"global_step": 1}, checkpoint / "train" / "rank0.pt")
+    largest = faults.largest(checkpoint)
+    for offset in (0.1, 0.5, 0.9):
+        position = int(offset * largest.stat().st_size)
+        faults.flip(largest, position)
+        assert "is cut off or changed" in str(damage(checkpoint))
+        faults.flip(largest, position)
+    assert damage(checkpoint) is None
+    largest.unlink()
+    assert "is cut off or changed" in str(damage(checkpoint))
+    shutil.rmtree(checkpoint / "train")
+    assert damage(checkpoint) == "train/rank0.pt is missing"
+
+
+def test_a_resume_unpickles_no_strangers(checkpoint, tmp_path, monkeypatch):
+    """The index, the trainer's state and a tensor of the checkpoint, through the readers that a resume uses."""
+    marker = tmp_path / "attacked"
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    index = checkpoint / "model_and_optim" / ".metadata"
+    good = index.read_bytes()
+    index.write_bytes(pickle.dumps(Attack(marker)))
+    assert "it refers to posix.mkdir" in str(damage(checkpoint))
+    index.write_bytes(good)
+
+    for state in (Attack(marker), {"rng": [Attack(marker)]}):
+        torch.save(state, checkpoint / "train" / "rank0.pt")
+        assert damage(checkpoint) is None  # it is whole; what it holds must not run
+        restrict_unpickling()
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(checkpoint / "train" / "rank0.pt", weights_only=False)
+        assert not marker.exists()
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    torch.load(checkpoint / "train" / "rank0.pt", weights_only=False)
+    assert marker.exists()  # the attack works where nothing stops it
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", "a/b.distcp", ""])
+def test_an_index_stays_in_its_folder(checkpoint, name):
+    index = checkpoint / "model_and_optim" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    key, info = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[key] = type(info)(name, info.offset, info.length)
+    index.write_bytes(pickle.dumps(metadata))
+    assert "refers to a file outside the checkpoint" in str(damage(checkpoint))
+
+
+# -- the campaign -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> faults.Campaign:
+    return faults.Campaign(tmp_path_factory.mktemp("campaign"))
+
+
+CHEAP = ("kill_in_tokenising", "full_disk_tokenising")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in CHEAP else pytest.param(n, marks=pytest.mark.campaign) for n in faults.CASES],
+)
+def test_campaign(campaign, name):
+    try:
+        outcome = faults.CASES[name](campaign)
+    except faults.Skipped as e:
+        pytest.skip(str(e))
+    assert outcome.equal.startswith(("yes", "round 1 unchanged"))
