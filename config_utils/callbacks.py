@@ -110,8 +110,8 @@ class OptionalWandBCallback(WandBCallback):
 class HeldOutCallback(Callback):
     """
     Cross-entropy on the held-out shards during training and at its end: ``eval/held-out/CE loss``, in nats per token, and
-    ``PPL``: the number of ``evaluation/run.sh``, in the precision of the training. OLMo-core's own evaluator sees each document's first window only and counts a position of loss zero
-    for each document.
+    ``PPL``: the number of ``evaluation/run.sh``, in the precision of the training. OLMo-core's own evaluator sees each
+    document's first window only and counts a position of loss zero for each document.
     """
 
     data_dir: str
