@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from olmo_core.nn.depth.triton_ops import define_op, is_eager, on_device
+
 from ..flexible import ops as flexible
 from ..flexible.options import BoundaryOptions
 from ..reference import LDMParameters
@@ -143,7 +145,7 @@ def _launch_forward(
     memory, y = _aligned(memory), _aligned(y)
     start = packed.data_ptr()
     saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
-    with flexible._on(device):
+    with on_device(device):
         pack.pack(
             pack.pack_grid,
             (
@@ -195,7 +197,7 @@ def _launch_backward(
         d_memory_out = _aligned(d_memory_out)
     start = packed.data_ptr()
     saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
-    with flexible._on(device):
+    with on_device(device):
         plan.kernel(
             clusters * spec.cluster,
             memory.data_ptr(),
@@ -231,10 +233,8 @@ def _op_backward(memory, y, *arguments):
     return flexible._filled(y, _launch_backward(memory, y, *arguments))
 
 
-_forward = flexible._define(
-    "ldm_boundary_fast", flexible._FORWARD_SCHEMA, _op_forward, _fake_forward
-)
-_backward = flexible._define(
+_forward = define_op("ldm_boundary_fast", flexible._FORWARD_SCHEMA, _op_forward, _fake_forward)
+_backward = define_op(
     "ldm_boundary_fast_backward",
     flexible._BACKWARD_SCHEMA,
     _op_backward,
@@ -285,7 +285,7 @@ def boundary(
     :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
     """
     launch: Any
-    if flexible._is_eager(y):
+    if is_eager(y):
         launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward

@@ -14,6 +14,8 @@ of values in a thread (128 forward; 64, at K = 4 32, backward): derived, untimed
 
 from dataclasses import dataclass
 
+from olmo_core.nn.depth.triton_ops import next_power_of_2
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -30,10 +32,6 @@ class Launch:
     """Load the memory a second time in the backward, from L1, instead of keeping it in registers."""
     width: int = 0
     """Columns of a program's tile; 0 is the whole width."""
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def vector(launch: Launch, d_model: int) -> int:

@@ -7,14 +7,20 @@ ops. Eager code takes an :class:`torch.autograd.Function`: the dispatcher and th
 several times what the launches do, and a model has a boundary for each sublayer.
 """
 
-import contextlib
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from olmo_core.nn.depth.triton_launcher import Launcher
+from olmo_core.nn.depth.triton_ops import (
+    ceil_div,
+    define_op,
+    is_eager,
+    multiprocessors,
+    next_power_of_2,
+    on_device,
+)
 
 from ..reference import LDMParameters
 from . import kernels
@@ -23,7 +29,6 @@ from .launch_table import (
     first_launch,
     forward_launch,
     map_gradient_launch,
-    next_power_of_2,
     vector,
 )
 from .options import BoundaryOptions
@@ -33,27 +38,6 @@ Tensor = torch.Tensor
 # Plans: all that does not change between calls.
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    if device < 0:
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_NOWHERE = contextlib.nullcontext()
-
-
-def _on(device: int) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if device < 0 or device == torch.cuda.current_device():
-        return _NOWHERE
-    return torch.cuda.device(device)
-
-
 class _Forward:
     """Launches of one kind of boundary."""
 
@@ -61,7 +45,7 @@ class _Forward:
         o = self.options = BoundaryOptions.decode(options)
         launch = forward_launch(d, o.d_k, "cpu" if device < 0 else "cuda")
         self.tokens = launch.tokens
-        self.pack_grid = (_ceil_div(d, 64), 1, 1)
+        self.pack_grid = (ceil_div(d, 64), 1, 1)
         self.pack = Launcher(kernels.pack_kernel, {"D": d, "BD": 64, **o.constants}, num_warps=4)
         shared = {
             "D": d,
@@ -86,16 +70,16 @@ class _Partials:
 
     def __init__(self, plan: "_Backward | _FirstBackward", n_tokens: int):
         o, d = plan.options, plan.d
-        self.programs = min(_ceil_div(n_tokens, plan.tokens), plan.max_programs)
+        self.programs = min(ceil_div(n_tokens, plan.tokens), plan.max_programs)
         self.grid = (self.programs, 1, 1)
         self.splits = self.tokens_per_split = 0
         if o.n_rows:
             maps = plan.maps
-            splits = min(_ceil_div(n_tokens, maps.tokens), plan.max_splits)
-            steps = _ceil_div(_ceil_div(n_tokens, splits), maps.tokens)
+            splits = min(ceil_div(n_tokens, maps.tokens), plan.max_splits)
+            steps = ceil_div(ceil_div(n_tokens, splits), maps.tokens)
             self.tokens_per_split = steps * maps.tokens
-            self.splits = _ceil_div(n_tokens, self.tokens_per_split)
-        self.maps_grid = (_ceil_div(d, plan.maps.width), self.splits, len(o.groups))
+            self.splits = ceil_div(n_tokens, self.tokens_per_split)
+        self.maps_grid = (ceil_div(d, plan.maps.width), self.splits, len(o.groups))
         self.elements = (
             self.programs * (d + o.n_biases) + self.splits * d * o.n_rows + n_tokens * o.n_rows
         )
@@ -106,9 +90,9 @@ class _Backward:
         o = self.options = options
         self.d = d
         self.tokens = launch.tokens
-        self.max_programs = _multiprocessors(device) * launch.programs_per_sm
+        self.max_programs = multiprocessors(device) * launch.programs_per_sm
         maps = self.maps = map_gradient_launch(d)
-        self.max_splits = max(1, 2 * _multiprocessors(device) // _ceil_div(d, maps.width))
+        self.max_splits = max(1, 2 * multiprocessors(device) // ceil_div(d, maps.width))
         self.partials: dict[int, _Partials] = {}
         constants = {
             "D": d,
@@ -140,7 +124,7 @@ class _Backward:
             num_warps=maps.warps,
             num_stages=maps.stages,
         )
-        self.finish_grid = (_ceil_div(d, 32), 1, 1)
+        self.finish_grid = (ceil_div(d, 32), 1, 1)
         self.finish = Launcher(
             kernels.finish_kernel,
             {
@@ -270,7 +254,7 @@ def _launch_forward(
     n_tokens = y.numel() // d
     if n_tokens == 0:
         return out
-    with _on(device):
+    with on_device(device):
         plan.pack(
             plan.pack_grid,
             (
@@ -280,7 +264,7 @@ def _launch_forward(
         )  # fmt: skip
         launcher = plan.boundary if pending is None else plan.boundary_pending
         launcher(
-            (_ceil_div(n_tokens, plan.tokens), 1, 1),
+            (ceil_div(n_tokens, plan.tokens), 1, 1),
             (memory, y, key_input, residual, pending),
             (packed, memory_out, x, residual_out, y_out),
             n_tokens,
@@ -318,7 +302,7 @@ def _launch_backward(
     sizes = plan.sizes(n_tokens)
     scratch = packed.new_empty(sizes.elements)
     slot_mean = y.new_empty(y.shape) if o.query_source == "memory" else None
-    with _on(device):
+    with on_device(device):
         plan.boundary(
             sizes.grid,
             (memory, y, key_input, residual, packed, d_memory_out, d_x, d_residual_out),
@@ -360,9 +344,9 @@ def _launch_first_forward(
     memory, x, rstd = out = _fake_first_forward(y, key_0, norm_weight, eps)
     if n_tokens:
         tokens, launcher = _first_forward_plan(d, key_0.shape[0], device)
-        with _on(device):
+        with on_device(device):
             launcher(
-                (_ceil_div(n_tokens, tokens), 1, 1),
+                (ceil_div(n_tokens, tokens), 1, 1),
                 (y, key_0, norm_weight),
                 (memory, x, rstd),
                 n_tokens,
@@ -399,7 +383,7 @@ def _launch_first_backward(
         return d_y, d_parameters
     sizes = plan.sizes(n_tokens)
     scratch = rstd.new_empty(sizes.elements)
-    with _on(device):
+    with on_device(device):
         plan.boundary(
             sizes.grid,
             (y, key_0, norm_weight, rstd, d_memory, d_x),
@@ -416,7 +400,7 @@ def _fake_first_backward(y, key_0, norm_weight, rstd, d_memory, d_x):
     return y.new_empty(y.shape), rstd.new_empty(y.shape[-1] + n_biases)
 
 
-# Ops. Defined below custom_op, whose check for aliasing walks over all tensors of every call.
+# Ops.
 
 
 def _filled(like: Tensor, out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -442,14 +426,6 @@ def _fake_backward(memory, y, key_input, residual, *arguments):
     return _filled(y, _backward_outputs(o, memory, y, key_input, residual))
 
 
-def _define(name: str, schema: str, launch, fake) -> Any:
-    qualified = f"depth_memory::{name}"
-    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, ("cpu", "cuda"), launch)
-    torch.library.register_fake(qualified, fake)
-    return getattr(torch.ops.depth_memory, name).default
-
-
 _FORWARD_SCHEMA = (
     "(Tensor memory, Tensor y, Tensor? key_input, Tensor? residual, Tensor? pending, "
     "Tensor? w_key, Tensor? b_key, Tensor? w_query, Tensor b_query, Tensor? w_forget, Tensor? b_forget, "
@@ -461,25 +437,25 @@ _BACKWARD_SCHEMA = (
     "Tensor? d_memory_out, Tensor d_x, Tensor? d_residual_out, str options) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_forward = _define(
+_forward = define_op(
     "ldm_boundary",
     _FORWARD_SCHEMA,
     _op_forward,
     _fake_forward,
 )
-_backward = _define(
+_backward = define_op(
     "ldm_boundary_backward",
     _BACKWARD_SCHEMA,
     _op_backward,
     _fake_backward,
 )
-_first_forward = _define(
+_first_forward = define_op(
     "ldm_first_boundary",
     "(Tensor y, Tensor key_0, Tensor norm_weight, float eps) -> (Tensor, Tensor, Tensor)",
     _launch_first_forward,
     _fake_first_forward,
 )
-_first_backward = _define(
+_first_backward = define_op(
     "ldm_first_boundary_backward",
     "(Tensor y, Tensor key_0, Tensor norm_weight, Tensor rstd, Tensor? d_memory, Tensor d_x) "
     "-> (Tensor, Tensor)",
@@ -489,16 +465,6 @@ _first_backward = _define(
 
 
 # Autograd, shared by the ops and the eager functions.
-
-
-def _is_eager(t: Tensor) -> bool:
-    """Whether the launches may be called directly: nothing traces, and the tensor has data of its own."""
-    return not (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or type(t) is not Tensor
-        or t.is_meta
-    )
 
 
 def _save(ctx, inputs, residual_out, y_out, packed) -> None:
@@ -538,7 +504,7 @@ def _backward_boundary(
         d_x = torch.zeros_like(y)
     o = BoundaryOptions.decode(ctx.options)
     # With a graph of the backward to be made, the op refuses the second derivative.
-    eager = _is_eager(d_x) and not torch.is_grad_enabled()
+    eager = is_eager(d_x) and not torch.is_grad_enabled()
     call: Any = (launch or _launch_backward) if eager else (op or _backward)
     d_memory, d_y, d_key_input, d_residual, d_parameters = call(
         *saved,
@@ -595,7 +561,7 @@ def _backward_first(ctx, d_memory, d_x, *_):
     y, key_0 = saved[:2]
     if d_x is None:
         d_x = torch.zeros_like(y)
-    eager = _is_eager(d_x) and not torch.is_grad_enabled()
+    eager = is_eager(d_x) and not torch.is_grad_enabled()
     launch: Any = _launch_first_backward if eager else _first_backward
     d_y, d_parameters = launch(*saved, d_memory, d_x)
     d, d_k = y.shape[-1], key_0.shape[0]
@@ -641,7 +607,7 @@ def first_boundary(
     :returns: ``S_0`` ``[..., K, D]`` and ``x`` ``[..., D]`` in the dtype of ``y``.
     """
     launch: Any
-    if _is_eager(y):
+    if is_eager(y):
         launch = _FirstBoundary.apply if torch.is_grad_enabled() else _launch_first_forward
     else:
         launch = _first_forward
@@ -677,7 +643,7 @@ def boundary(
         (nothing of use if there is none), in the dtype of ``y``.
     """
     launch: Any
-    if _is_eager(y):
+    if is_eager(y):
         launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from olmo_core.nn.depth.triton_ops import next_power_of_2
 from olmo_core.nn.ldm.config import LDMConfig
 
 from ...module import LDMBoundary
 from . import kernels, launch_table, ops
-from .launch_table import Launch, next_power_of_2
+from .launch_table import Launch
 
 Tensor = torch.Tensor
 
