@@ -6,7 +6,8 @@ sources they were timed with. A shape without a row takes the nearest one and sa
 
 Provenance of the rows: NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-30, commit 5fbb346 with this backend, 16,384 tokens,
 ``python -m olmo_core.nn.attnres.backends.flexible.tune --quick``; each the best of 6 to 8 candidates by CUDA graph replay. The floor
-is the bytes that the kernel must move at the 4.25 TB/s of a copy kernel in the same run. All candidates are in
+is the bytes that the kernel must move at the 4.25 TB/s of a copy kernel in the same run. Rows with ``keep_h`` were timed with a BF16
+``h``: one vector less in each direction than now. All candidates are in
 ``paper-experiments/throughput/results``.
 """
 
@@ -40,7 +41,9 @@ class Row:
     deferring: Launch
     """Of one that leaves its part to an earlier boundary."""
     keep_h: bool = False
-    """Keep the mixture ``h`` for the backward (one vector more for each boundary) instead of mixing the sources again."""
+    """
+    Keep the mixture ``h`` for the backward, in FP32 (two vectors more for each boundary), instead of mixing the sources again.
+    """
 
 
 Key = tuple[int, int, int, int]

@@ -22,7 +22,7 @@ Traffic in vectors of ``D`` elements for each token at a boundary with ``N`` sou
 block, whose partial sum it adds and stores). Backward, with ``k`` later boundaries in the group: ``N + 4 + k`` inside a group
 (sources, ``d_x``, the gradient of ``y`` so far and in the end, ``g`` out, ``k`` in) and ``3N + 1 + k`` for its first one;
 ``1.5 N + 4.75`` on average in groups of four. The ledgers add ``12 N`` bytes in each direction. The backward reads the
-sources twice, the second time from cache, unless ``keep_h`` saves the mixture (one vector more in each direction).
+sources twice, the second time from cache, unless ``keep_h`` saves the mixture in FP32 (two vectors more in each direction).
 """
 
 from collections.abc import Sequence
@@ -188,7 +188,9 @@ def _forward_outputs(y: Tensor, partial: Tensor | None, n_committed: int, keep_h
         y.new_empty(y.shape),
         None if partial is None else y.new_empty(y.shape),
         y.new_empty((n_tokens, 2 * n_committed + 4), dtype=torch.float32),
-        y.new_empty(y.shape) if keep_h else None,
+        # FP32: softmax's backward takes <g, v> - <g, h>, and where a column is 100 times the others BF16's rounding of h
+        # would be larger than what is left.
+        y.new_empty(y.shape, dtype=torch.float32) if keep_h else None,
     )
 
 
