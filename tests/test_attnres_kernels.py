@@ -33,6 +33,7 @@ from olmo_core.nn.attnres.backends import flexible
 from olmo_core.nn.attnres.backends.flexible import MAX_SOURCES, launch_table, ops, unavailable
 from olmo_core.nn.attnres.backends.flexible.launch_table import Launch, Row
 
+pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
 TOLERANCE = {
@@ -44,17 +45,6 @@ TOLERANCE = {
 """Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
 
 Results = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def poison_empty_memory() -> Iterator[None]:
-    """Fill every uninitialised tensor with NaN: what a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from olmo_core.nn.ldm import LDMConfig
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-6
 MODES = ("normal", "zeros", "large", "small", "one large column", "one large token", "a zero token")
@@ -31,16 +32,6 @@ attention does; the reference sums over the sources, where a large column cancel
 """
 SIGNIFICANT = 1e-3
 """Gradients of less than this part of the largest one are compared with that part: what cancels to nothing has no digits."""
-
-
-@pytest.fixture(autouse=True)
-def poison_empty_memory():
-    """Fill every uninitialised tensor with NaN: what a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def draw_config(method: str, rng: random.Random) -> DepthConnectionConfig:

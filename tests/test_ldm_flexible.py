@@ -4,7 +4,6 @@ GPU, through Triton's interpreter elsewhere.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from olmo_core.nn.depth import triton_launcher
 from olmo_core.nn.ldm.backends.flexible import launch_table, ops, tune, unavailable
 from olmo_core.nn.ldm.backends.flexible.launch_table import Launch
 
+pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
 TOLERANCE = {
@@ -41,17 +41,6 @@ TOLERANCE = {
     torch.float16: {"output": 4e-4, "source": 4e-4, "parameter": 7e-4},
 }
 """Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
-
-
-@pytest.fixture(autouse=True)
-def poison_empty_memory() -> Iterator[None]:
-    """Fill every uninitialised tensor with NaN: what a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,6 @@ Natively on a GPU, through Triton's interpreter elsewhere.
 import dataclasses
 import sys
 import types
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,6 +39,7 @@ from olmo_core.nn.hyper_connections.backends.flexible.launch_table import (
     Rows,
 )
 
+pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
 SUBLAYERS = 8
@@ -51,17 +51,6 @@ TOLERANCE = {
     torch.float16: {"output": 4e-4, "source": 4e-4, "parameter": 7e-4},
 }
 """Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
-
-
-@pytest.fixture(autouse=True)
-def poison_empty_memory() -> Iterator[None]:
-    """Fill every uninitialised tensor with NaN: what a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @dataclasses.dataclass
