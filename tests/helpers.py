@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -231,3 +231,28 @@ def captured_outputs(model: DepthTransformer) -> Iterator[list[torch.Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+KERNEL_TOLERANCE = {
+    torch.float32: {"output": 1e-5, "source": 1e-5, "parameter": 1e-5},
+    torch.bfloat16: {"output": 2.5e-3, "source": 3e-3, "parameter": 5e-3},
+    # 8 times finer than BF16.
+    torch.float16: {"output": 4e-4, "source": 4e-4, "parameter": 7e-4},
+}
+"""Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
+
+
+@dataclass
+class BoundaryResult:
+    """What a boundary gave, and the gradients of its inputs and parameters, by name."""
+
+    output: dict[str, torch.Tensor]
+    source: dict[str, torch.Tensor]
+    parameter: dict[str, torch.Tensor]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{kind} {name}": t
+            for kind in ("output", "source", "parameter")
+            for name, t in getattr(self, kind).items()
+        }

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import (
+    KERNEL_TOLERANCE,
     assert_same_gradients,
     build_model,
     logits_and_gradients,
@@ -36,13 +37,6 @@ from olmo_core.nn.attnres.backends.flexible.launch_table import Launch, Row
 pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
-TOLERANCE = {
-    torch.float32: {"output": 1e-5, "source": 1e-5, "parameter": 1e-5},
-    torch.bfloat16: {"output": 2.5e-3, "source": 3e-3, "parameter": 5e-3},
-    # 8 times finer than BF16.
-    torch.float16: {"output": 4e-4, "source": 4e-4, "parameter": 7e-4},
-}
-"""Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
 
 Results = dict[str, torch.Tensor]
 
@@ -185,7 +179,7 @@ class Case:
             t = actual[name]
             assert t.dtype == reference[name].dtype and t.shape == expected.shape, name
             error = relative_rms(t, expected)
-            bound = widened * TOLERANCE[self.dtype][kind]
+            bound = widened * KERNEL_TOLERANCE[self.dtype][kind]
             assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
             # One rounding at the end, as the reference; sums over few tokens in another order may differ by more.
             if self.dtype != torch.float32 and kind != "parameter":

@@ -3,14 +3,15 @@ LDM's ``flexible`` backend against the reference in FP64: outputs and every grad
 GPU, through Triton's interpreter elsewhere.
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from helpers import (
+    KERNEL_TOLERANCE,
     LDM_VALUES,
+    BoundaryResult,
     assert_same_gradients,
     build_model,
     logits_and_gradients,
@@ -34,27 +35,6 @@ from olmo_core.nn.ldm.backends.flexible.launch_table import Launch
 pytestmark = pytest.mark.usefixtures("poison_empty_memory")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
-TOLERANCE = {
-    torch.float32: {"output": 1e-5, "source": 1e-5, "parameter": 1e-5},
-    torch.bfloat16: {"output": 2.5e-3, "source": 3e-3, "parameter": 5e-3},
-    # 8 times finer than BF16.
-    torch.float16: {"output": 4e-4, "source": 4e-4, "parameter": 7e-4},
-}
-"""Largest relative RMS error of a tensor against FP64. BF16 rounds to 1.7e-3, FP16 to 2.1e-4."""
-
-
-@dataclasses.dataclass
-class Result:
-    output: dict[str, torch.Tensor]
-    source: dict[str, torch.Tensor]
-    parameter: dict[str, torch.Tensor]
-
-    def named(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{kind} {name}": t
-            for kind in ("output", "source", "parameter")
-            for name, t in getattr(self, kind).items()
-        }
 
 
 class Case:
@@ -105,7 +85,9 @@ class Case:
             d_model=self.d, index=self.index, n_sublayers=8, eps=EPS, init_device="cpu"
         ).to(DEVICE)
 
-    def run(self, backend: str, dtype: torch.dtype | None = None, layout=lambda t: t) -> Result:
+    def run(
+        self, backend: str, dtype: torch.dtype | None = None, layout=lambda t: t
+    ) -> BoundaryResult:
         """
         :param dtype: Computes in it and in its precision, instead of the case's.
         :param layout: Applied to each input and each gradient of an output.
@@ -136,7 +118,7 @@ class Case:
         parameter = {"norm_weight": leaves["norm_weight"].grad} | {
             n: p.grad for n, p in module.named_parameters()
         }
-        return Result(
+        return BoundaryResult(
             {n: t.detach() for n, t in outputs.items()},
             {n: torch.zeros(()) if g is None else g for n, g in source.items()},
             {n: torch.zeros(()) if g is None else g for n, g in parameter.items()},
@@ -146,7 +128,7 @@ class Case:
         truth = self.run("reference", torch.float64)
         actual = self.run("flexible", layout=layout)
         reference = self.run("reference").named()
-        bounds = TOLERANCE[self.dtype]
+        bounds = KERNEL_TOLERANCE[self.dtype]
         # The interpreter rounds to BF16 towards zero: twice the error of rounding to nearest.
         widened = 2.0 if self.dtype == torch.bfloat16 and DEVICE == "cpu" else 1.0
         for name, expected in truth.named().items():

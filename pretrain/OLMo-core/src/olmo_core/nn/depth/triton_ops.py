@@ -7,14 +7,30 @@ cost the host several times what the launches do, and a model has a boundary for
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _NOWHERE = contextlib.nullcontext()
+
+
+def triton_unavailable(device: torch.device, *, interpreter: bool) -> str | None:
+    """
+    Why Triton kernels cannot run on a device, as one clause; ``None`` if they can. Imports no Triton.
+
+    :param interpreter: Whether Triton's interpreter will do: it is for tests, and far slower than the reference.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
+    if device.type != "cuda" and not (interpreter and interpreted):
+        return f"it needs a CUDA device (or, if asked for by name, TRITON_INTERPRET=1 on a CPU), got '{device.type}'"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -3,10 +3,9 @@ AttnRes's ``flexible`` backend: one Triton kernel for a whole boundary, forward 
 :mod:`.ops` only where :func:`unavailable` says that it can run: it imports Triton.
 """
 
-import os
-from importlib.util import find_spec
-
 import torch
+
+from olmo_core.nn.depth.triton_ops import triton_unavailable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SOURCES = 128
@@ -36,9 +35,4 @@ def unavailable(
         return f"its kernels take at most {MAX_SOURCES} sources, the last boundary has {n_sources}"
     if dtype not in DTYPES:
         return f"its sources are BF16, FP16 or FP32, not {dtype}"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
-    if device.type != "cuda" and not (interpreter and interpreted):
-        return f"it needs a CUDA device (or, if asked for by name, TRITON_INTERPRET=1 on a CPU), got '{device.type}'"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None
+    return triton_unavailable(device, interpreter=interpreter)

@@ -3,10 +3,9 @@ The ``flexible`` backend: Triton kernels for every option of LDM, forward and ba
 :mod:`.ops` only where :func:`unavailable` says that it can run: it imports Triton.
 """
 
-import os
-from importlib.util import find_spec
-
 import torch
+
+from olmo_core.nn.depth.triton_ops import triton_unavailable
 
 SLOTS = (1, 2, 4, 8, 16)
 """The numbers of slots K that the kernels are written for (a slot axis in Triton is a power of two)."""
@@ -27,9 +26,4 @@ def unavailable(
         return f"d_model must be a multiple of 8, got {d_model}"
     if dtype not in DTYPES:
         return f"its states are BF16, FP16 or FP32, not {dtype}"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
-    if device.type != "cuda" and not (interpreter and interpreted):
-        return f"it needs a CUDA device (or, if asked for by name, TRITON_INTERPRET=1 on a CPU), got '{device.type}'"
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    return None
+    return triton_unavailable(device, interpreter=interpreter)
