@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,12 +131,45 @@ def test_series_parses_arms():
             series.parse_arm(arm, "90m")
 
 
+def test_series_overlaps_the_start_of_one_run_with_the_training_of_the_one_before(tmp_path):
+    series = load("series")
+    turn = series.StartTurn(0.5)
+    log = tmp_path / "log"
+    log.write_text("")
+
+    def start():
+        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    turn.wait()
+    first = start()
+    watcher = threading.Thread(target=turn.watch, args=(first, log, 100, None))
+    watcher.start()
+    second_may_start = threading.Event()
+    waiter = threading.Thread(target=lambda: (turn.wait(), second_may_start.set()))
+    waiter.start()
+    log.write_text("[step=49/100]\n")
+    assert not second_may_start.wait(1.5)
+    log.write_text("[step=49/100]\n[step=50/100]\n")
+    assert second_may_start.wait(10) and first.poll() is None
+    first.communicate(b"\n")
+    watcher.join()
+    waiter.join()
+
+    # A run that hangs before its first step gives the turn away too.
+    second = start()
+    log.write_text("")
+    with pytest.raises(subprocess.TimeoutExpired):
+        turn.watch(second, log, 100, 0.2)
+    assert turn._turn.acquire(timeout=1)
+    second.communicate(b"\n")
+
+
 def test_series_skips_what_has_a_result_and_says_what_failed(tmp_path, monkeypatch, capsys):
     series = load("series")
     (tmp_path / "90m-ldm-lr2e-3-seed42-steps400.json").write_text("{}")
     started = []
 
-    def execute(run, device, opts):
+    def execute(run, device, opts, turn):
         started.append((run.variant, run.seed, device))
         if run.variant == "mhc":
             return "failed with exit status 1"

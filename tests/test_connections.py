@@ -665,3 +665,20 @@ def test_a_block_pattern_may_vary_what_is_not_the_depth_connection():
     assert model.blocks["1"].feed_forward.w1.out_features == 24
     assert mixed.num_params == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(model(tokens())).all()
+
+
+@pytest.mark.parametrize("activation", ["two_sigmoid", "softmax", "none"])
+def test_block_start_of_the_keys_makes_slots_of_runs_of_sublayers(activation):
+    K, L, d = 4, 9, 16
+    config = LDMConfig(d_k=K, key_start="block", key_activation=activation, forget="none")  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    state, y, gain = (), torch.randn(1, 3, d), torch.ones(d)
+    slots = []
+    for index in range(L + 1):
+        boundary = config.build(d_model=d, index=index, n_sublayers=L, eps=1e-6)
+        state, _, _, coefficients = boundary.reference(state, y, gain)
+        key = coefficients["key"].reshape(-1, K)[0]
+        slots.append(int(key.argmax()))
+        assert key.max() > 10 * key.sort().values[-2]
+    # Sublayers 0 .. 8 write at boundaries 1 .. 9; the embedding belongs to the first slot.
+    assert slots == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]

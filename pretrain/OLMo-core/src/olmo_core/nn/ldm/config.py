@@ -30,6 +30,16 @@ class KeySource(StrEnum):
     """The key is a learned constant."""
 
 
+class KeyStart(StrEnum):
+    uniform = "uniform"
+    """Every output is written to every slot with weight 1 at the start."""
+    block = "block"
+    """
+    The depth is cut into K runs of sublayers, and each run starts with a slot of its own: weight 1.9 there and 0.1 in the others
+    (softmax: 5.9 and 0.3 at K = 8). Slots start as sums over blocks, the sources of block AttnRes (arXiv 2603.15031).
+    """
+
+
 class QuerySource(StrEnum):
     memory = "memory"
     """The query is a function of the mean over the slots."""
@@ -94,6 +104,7 @@ class LDMConfig(DepthConnectionConfig):
     """The number of slots K: any positive integer for the reference, 1, 2, 4, 8 or 16 for the kernels."""
     key_activation: KeyActivation = KeyActivation.two_sigmoid
     key_source: KeySource = KeySource.output
+    key_start: KeyStart = KeyStart.uniform
     query_source: QuerySource = QuerySource.memory
     query_activation: QueryActivation = QueryActivation.softmax
     forget: Forget = Forget.dynamic

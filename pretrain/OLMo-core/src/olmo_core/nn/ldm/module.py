@@ -18,6 +18,8 @@ from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
 if TYPE_CHECKING:
     from .config import LDMConfig
 
+BLOCK_START = {"two_sigmoid": (3.0, -3.0), "softmax": (1.5, -1.5), "none": (2.0, 0.0)}
+"""Key biases of a boundary's own and of the other slots at the start, with ``key_start=block``."""
 KERNELS = (DepthBackend.fast, DepthBackend.flexible)
 """The backends with kernels of their own; the fast one has the flexible one's boundary 0."""
 FORGET_RATES = (1e-4, 1e-2)
@@ -47,6 +49,7 @@ class LDMBoundary(DepthBoundary):
             d_model=d_model, index=index, n_sublayers=n_sublayers, eps=eps, backend=config.backend
         )
         self.config = config
+        self._n_sublayers = n_sublayers
         self.writes = index == 0 or config.write_every == "sublayer" or index % 2 == 0
         self.keeps_input = config.key_source == "input"
         self.keeps_residual = config.residual == "kept"
@@ -98,6 +101,16 @@ class LDMBoundary(DepthBoundary):
         for name, parameter in self.named_parameters(recurse=False):
             if name != "b_forget":
                 parameter.fill_(starts.get(name, 0.0))
+        if self.config.key_start == "block" and K > 1:
+            own_slot = max(self._index - 1, 0) * K // self._n_sublayers
+            name, values = "b_key", BLOCK_START[self.config.key_activation]
+            if self.is_first:
+                name, values = "key_0", (1.9, 0.1)
+            key = self._parameters.get(name)
+            if key is not None:
+                key_start = torch.full((K,), values[1])
+                key_start[own_slot] = values[0]
+                _apply_init(lambda t: t.copy_(key_start), key)
         if self.b_forget is not None:
             # Element by element, so that a shard of the parameter gets its own part.
             slots = 1 if self.config.forget_granularity == "scalar" else K
