@@ -1,0 +1,49 @@
+"""The sanitizer script: what it makes of a tool's output. The kernels themselves need a GPU."""
+
+import sanitize
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at boundary_kernel+0x120
+=========     by thread (3,0,0) in block (0,0,0)
+preln: ran with flexible
+ldm fast, K = 4: FAILED OLMoConfigurationError: no such backend
+========= ERROR SUMMARY: 1 error
+"""
+RACECHECK = """========= COMPUTE-SANITIZER
+preln: ran with flexible
+========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
+"""
+
+
+def run(tmp_path, tool, text, status):
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {status}\n")
+    fake.chmod(0o755)
+    return sanitize.run_tool(str(fake), tool, ["preln"], tmp_path / f"{tool}.log")
+
+
+def test_findings_failures_and_clean_runs_are_told_apart(tmp_path):
+    found = run(tmp_path, "memcheck", MEMCHECK, 1)
+    assert found["findings"] == 1 and found["exit_status"] == 1
+    assert found["kernels_with_findings"] == ["boundary_kernel"]
+    assert found["cases_run"] == [("preln", "flexible")]
+    assert found["cases_failed"] == [("ldm fast, K = 4", "OLMoConfigurationError: no such backend")]
+    clean = run(tmp_path, "racecheck", RACECHECK, 0)
+    assert clean["findings"] == 0 and clean["cases_failed"] == []
+    dead = run(tmp_path, "memcheck", "========= COMPUTE-SANITIZER\n", 9)
+    assert dead["findings"] is None and dead["summary"] == "the tool did not finish"
+    report = {
+        "date": "2026-11-30", "gpu": "a GPU", "version": "1", "torch": "2", "triton": "3", "commit": "c",
+        "cases": ["preln", "ldm fast, K = 4"], "tools": [found, clean, dead],
+    }  # fmt: skip
+    text = sanitize.table(report)
+    assert "| memcheck | 1 of 2; not run: ldm fast, K = 4 (OLMoConfigurationError" in text
+    assert "| racecheck | 1 of 2 | RACECHECK SUMMARY: 0 hazards" in text
+
+
+def test_every_method_with_kernels_has_a_case():
+    methods = {(c["method"], c["backend"]) for c in sanitize.CASES.values()}
+    assert {
+        ("ldm", "flexible"), ("ldm", "fast"), ("ldm", "fast_inference"), ("attnres", "flexible"), ("mhc", "flexible"),
+    } <= methods  # fmt: skip
