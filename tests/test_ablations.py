@@ -219,3 +219,24 @@ def test_dry_run_is_the_series_recipe():
     assert done.returncode == 0, done.stderr
     assert "400m softmax_key 0.001 --gpu b200" in done.stdout
     assert "      key_activation: softmax" in done.stdout and "value: 14305" in done.stdout
+
+
+def test_curves_are_compared_at_the_steps_that_all_have(tmp_path):
+    curves = {
+        "a": [[10, 5.0], [20, 4.0], [30, 3.0]],
+        "b": [[10, 5.1], [20, 3.7]],
+    }
+    arguments = []
+    for label, curve in curves.items():
+        (tmp_path / f"{label}.json").write_text(json.dumps({"curve": curve}))
+        arguments.append(f"{label}={tmp_path / label}.json")
+    text = collect.save_curves(arguments, tmp_path / "out")
+    assert "| b | a | 0.3000 | 20 | 0.2000 | -0.1000 |" in text
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 1000
+    for bad, needle in [
+        (arguments[:1], "two runs"),
+        ([arguments[0], "c=missing.json"], "not LABEL=FILE"),
+        ([arguments[0], "no equals sign"], "not LABEL=FILE"),
+    ]:
+        with pytest.raises(collect.UserError, match=needle):
+            collect.save_curves(bad, tmp_path / "out")

@@ -3,6 +3,7 @@ Turns run folders into one JSON file each, and those into a table and a plot.
 
     python paper-experiments/ablations/collect.py save RUN_FOLDER ... [--out DIR]   # results/<run>.json
     python paper-experiments/ablations/collect.py table [--results DIR]              # table.md, loss.png beside the results
+    python paper-experiments/ablations/collect.py curves LABEL=FILE ... --out DIR    # training losses side by side: curves.md, .png
 
 The table groups runs by scale, steps, learning rate and variant: mean over seeds, its standard error, the difference to ``ldm``
 with its standard error (paired by seed where both have it), tokens per second and memory.
@@ -209,6 +210,83 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     os.replace(temporary, path)
 
 
+def compare_curves(curves: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
+    """
+    How far each curve of training losses is from the first one, at the steps that all have.
+
+    :param curves: By label, the loss (nats) by step.
+
+    :raises UserError: If they have no step in common.
+    """
+    steps = sorted(set.intersection(*(set(c) for c in curves.values())))
+    if not steps:
+        raise UserError("the runs have no step in common: compare runs of one recipe")
+    first, *others = curves
+    rows = []
+    for label in others:
+        differences = [curves[label][s] - curves[first][s] for s in steps]
+        largest = max(range(len(steps)), key=lambda i: abs(differences[i]))
+        rows.append(
+            {
+                "run": label,
+                "against": first,
+                "steps_compared": len(steps),
+                "largest_difference_nats": abs(differences[largest]),
+                "at_step": steps[largest],
+                "mean_difference_nats": statistics.mean(differences),
+                "mean_absolute_difference_nats": statistics.mean(map(abs, differences)),
+                "last_difference_nats": differences[-1],
+            }
+        )
+    return rows
+
+
+def save_curves(arguments: list[str], out: Path) -> str:
+    """The table of :func:`compare_curves` for ``LABEL=FILE`` arguments; writes it and a plot."""
+    curves: dict[str, dict[int, float]] = {}
+    for argument in arguments:
+        label, _, file = argument.partition("=")
+        try:
+            result = json.loads(Path(file).read_text())
+            curves[label] = {int(step): float(loss) for step, loss in result["curve"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(
+                f"'{argument}' is not LABEL=FILE with a result of 'collect.py save'"
+            ) from None
+    if len(curves) < 2:
+        raise UserError("curves needs two runs or more, as LABEL=FILE")
+    rows = compare_curves(curves)
+    lines = [
+        "| run | against | largest difference (nats) | at step | mean absolute difference | mean difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['run']} | {r['against']} | {r['largest_difference_nats']:.4f} | {r['at_step']} "
+            f"| {r['mean_absolute_difference_nats']:.4f} | {r['mean_difference_nats']:+.4f} |"
+        )
+    text = "\n".join(lines) + "\n"
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for label, curve in curves.items():
+        axis.plot(list(curve), list(curve.values()), label=label, linewidth=1)
+    axis.set(xlabel="step", ylabel="training loss (nats)")
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.3)
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / "curves.tmp.png"
+    figure.savefig(temporary, dpi=120)
+    os.replace(temporary, out / "curves.png")
+    write(out / "curves.json", json.dumps(rows, indent=1) + "\n")
+    write(out / "curves.md", text)
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -222,7 +300,13 @@ def main() -> int:
     )
     table = commands.add_parser("table", help="JSON files to a table and a plot")
     table.add_argument("--results", type=Path, default=RESULTS)
+    curves = commands.add_parser("curves", help="training losses of runs side by side")
+    curves.add_argument("runs", nargs="+", metavar="LABEL=FILE")
+    curves.add_argument("--out", type=Path, required=True)
     opts = parser.parse_args()
+    if opts.command == "curves":
+        print(save_curves(opts.runs, opts.out))
+        return 0
     if opts.command == "save":
         for run in opts.runs:
             result = collect(run, opts.shared_gpu)
