@@ -4,8 +4,10 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +72,9 @@ def sha256(path: Path) -> str:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def result_name(run: str, steps: int, overrides: Sequence[str] = ()) -> str:
+    """The file name of a run's result: the run, its length and what its recipe changes."""
+    parts = [f"{run}-steps{steps}", *overrides]
+    return re.sub(r"[^\w.=+-]", "_", "+".join(parts)) + ".json"

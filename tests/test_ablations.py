@@ -122,7 +122,13 @@ def test_series_parses_arms():
     ]
     (run,) = series.parse_arm("ldm_k4", "90m")
     assert run.result == "90m-ldm_k4-lr2e-3-seed42-steps400.json"
+    (run,) = series.parse_arm("ldm:42x100+model.init_method=llama+model.block.depth.d_k=2", "90m")
+    assert run.overrides == ("model.init_method=llama", "model.block.depth.d_k=2")
+    assert run.result == (
+        "90m-ldm-lr2e-3-seed42-steps100+model.init_method=llama+model.block.depth.d_k=2.json"
+    )
     for arm, needle in (
+        ("ldm+init_method", "is no arm"),
         ("huge", "unknown variant 'huge'"),
         ("ldm@x", "is no arm"),
         (":3", "is no arm"),

@@ -682,3 +682,14 @@ def test_block_start_of_the_keys_makes_slots_of_runs_of_sublayers(activation):
         assert key.max() > 10 * key.sort().values[-2]
     # Sublayers 0 .. 8 write at boundaries 1 .. 9; the embedding belongs to the first slot.
     assert slots == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("start", "first", "last"), [("narrow", 1e-4, 1e-2), ("wide", 1e-3, 1.0)])
+def test_forget_rates_start_log_spaced(start, first, last):
+    config = LDMConfig(d_k=5, forget_start=start)
+    b = config.build(d_model=16, index=2, n_sublayers=4, eps=1e-6).b_forget
+    rates = torch.nn.functional.softplus(b.detach().double())
+    ratio = (last / first) ** 0.25
+    torch.testing.assert_close(
+        rates, first * ratio ** torch.arange(5.0).double(), rtol=1e-3, atol=0
+    )

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config_utils.errors import UserError, run_cli
+from config_utils.run_info import result_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 HELD_OUT, TRAIN = "eval/held-out/CE loss", "train/CE loss"
@@ -74,6 +75,7 @@ def collect(run: Path, shared_gpu: bool = False) -> dict[str, Any]:
         "depth": config["model"]["block"]["depth"],
         "learning_rate": config["train_module"]["optim"]["lr"],
         "seed": config["seed"],
+        "overrides": [a for a in starts[-1].get("argv", []) if "=" in a and not a.startswith("-")],
         "steps": steps,
         "tokens": steps * batch,
         "heldout_loss_nats": last[-1][HELD_OUT],
@@ -116,15 +118,16 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each scale, number of steps, learning rate and variant; best first."""
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for r in results:
-        groups[(r["scale"], r["steps"], r["learning_rate"], r["variant"])].append(r)
+        recipe = " ".join(r.get("overrides", []))
+        groups[(r["scale"], r["steps"], r["learning_rate"], recipe, r["variant"])].append(r)
     losses = {
         key: {r["seed"]: r["heldout_loss_nats"] for r in group} for key, group in groups.items()
     }
     rows = []
     for key, group in groups.items():
-        scale, steps, lr, variant = key
+        scale, steps, lr, recipe, variant = key
         mean, error = mean_and_error(list(losses[key].values()))
-        base = losses.get((scale, steps, lr, "ldm"))
+        base = losses.get((scale, steps, lr, recipe, "ldm"))
         delta, delta_error = (None, None) if base is None else difference(losses[key], base)
         speeds = [r["tokens_per_s_per_gpu_median"] for r in group]
         rows.append(
@@ -133,6 +136,7 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "steps": steps,
                 "tokens": group[0]["tokens"],
                 "learning_rate": lr,
+                "overrides": recipe,
                 "variant": variant,
                 "seeds": len(losses[key]),
                 "heldout_loss_nats": mean,
@@ -148,7 +152,14 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return sorted(
-        rows, key=lambda r: (r["scale"], r["steps"], r["learning_rate"], r["heldout_loss_nats"])
+        rows,
+        key=lambda r: (
+            r["scale"],
+            r["steps"],
+            r["overrides"],
+            r["learning_rate"],
+            r["heldout_loss_nats"],
+        ),
     )
 
 
@@ -159,14 +170,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         return f"{value:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
 
     lines = [
-        "| scale | tokens | learning rate | variant | seeds | held-out loss (nats) | difference to ldm | tokens/s per GPU | memory (GiB) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| scale | tokens | learning rate | recipe | variant | seeds | held-out loss (nats) | difference to ldm | tokens/s per GPU | memory (GiB) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         cells = (
             r["scale"],
             f"{r['tokens'] / 1e6:.0f}M",
             f"{r['learning_rate']:g}",
+            r["overrides"],
             r["variant"],
             str(r["seeds"]),
             with_error(r["heldout_loss_nats"], r["heldout_loss_standard_error"]),
@@ -186,12 +198,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for r in rows:
-        groups[(r["scale"], r["tokens"], r["learning_rate"])].append(r)
+        groups[(r["scale"], r["tokens"], r["learning_rate"], r["overrides"])].append(r)
     height = 1.2 + 0.3 * max(len(g) for g in groups.values())
     figure, axes = plt.subplots(
         1, len(groups), figsize=(5.5 * len(groups), height), layout="constrained", squeeze=False
     )
-    for axis, ((scale, tokens, lr), group) in zip(axes[0], groups.items(), strict=True):
+    for axis, ((scale, tokens, lr, recipe), group) in zip(axes[0], groups.items(), strict=True):
         group = sorted(group, key=lambda r: -r["heldout_loss_nats"])
         axis.errorbar(
             [r["heldout_loss_nats"] for r in group],
@@ -202,7 +214,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axis.set_yticks(range(len(group)), [f"{r['variant']} ({r['seeds']})" for r in group])
         axis.set(
-            xlabel="held-out loss (nats)", title=f"{scale}, {tokens / 1e6:.0f}M tokens, lr {lr:g}"
+            xlabel="held-out loss (nats)",
+            title=f"{scale}, {tokens / 1e6:.0f}M tokens, lr {lr:g}" + (recipe and f"\n{recipe}"),
         )
         axis.grid(axis="x", alpha=0.3)
     temporary = path.with_suffix(".tmp.png")
@@ -310,7 +323,7 @@ def main() -> int:
     if opts.command == "save":
         for run in opts.runs:
             result = collect(run, opts.shared_gpu)
-            name = f"{result['run']}-steps{result['steps']}.json"
+            name = result_name(result["run"], result["steps"], result["overrides"])
             write(opts.out / name, json.dumps(result, indent=1) + "\n")
             print(f"{name}: held-out {result['heldout_loss_nats']:.4f} nats")
         return 0

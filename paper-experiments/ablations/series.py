@@ -2,9 +2,9 @@
 Runs many arms of the ablation series on one machine, several at once on each GPU, and keeps one JSON file of each.
 
     python paper-experiments/ablations/series.py --gpu h200 --overlap 0.25 ldm preln softmax_key
-    python paper-experiments/ablations/series.py --gpu h200 ldm:42,43,44 ldm@0.001 ldm@0.004 "ldm:42x1167"
+    python paper-experiments/ablations/series.py --gpu h200 ldm:42,43,44 ldm@0.001 ldm:42x1167 ldm+model.init_method=llama
 
-An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS]``. What has a result already is skipped, so the same command goes on after a
+An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS][+OVERRIDE ...]``. What has a result already is skipped, so the same command goes on after a
 stop. A run of 400 steps at 90m trains for 47 s on an H200, after 40 s in which it imports, builds and compiles. With ``--overlap 0.25`` the
 next run of a GPU starts when the one before has taken a quarter of its steps. ``--slots`` above 1 starts several together, which is slower
 than one after the other once they train. The speed of runs that shared a GPU says nothing and is left out of the results. Environment: as
@@ -28,11 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config_utils.errors import UserError, run_cli
 from config_utils.experiment import run_name
+from config_utils.run_info import result_name
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_STEPS = {"90m": 400, "400m": 14_305}
 DEFAULT_LR = {"90m": 0.002, "400m": 0.001}
-_ARM = re.compile(r"(?P<variant>\w+?)(@(?P<lr>[\d.e-]+))?(:(?P<seeds>[\d,]+))?(x(?P<steps>\d+))?")
+_ARM = re.compile(
+    r"(?P<variant>\w+?)(@(?P<lr>[\d.e-]+))?(:(?P<seeds>[\d,]+))?(x(?P<steps>\d+))?(?P<overrides>(\+[\w.]+=[^+]+)*)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Run:
     lr: float
     seed: int
     steps: int
+    overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,7 +53,7 @@ class Run:
 
     @property
     def result(self) -> str:
-        return f"{self.name}-steps{self.steps}.json"
+        return result_name(self.name, self.steps, self.overrides)
 
 
 def parse_arm(text: str, scale: str) -> list[Run]:
@@ -61,7 +65,7 @@ def parse_arm(text: str, scale: str) -> list[Run]:
     match = _ARM.fullmatch(text)
     if match is None:
         raise UserError(
-            f"'{text}' is no arm: write VARIANT[@LR][:SEED[,SEED ...]][xSTEPS], such as ldm@0.001:42,43"
+            f"'{text}' is no arm: write VARIANT[@LR][:SEED[,SEED ...]][xSTEPS][+OVERRIDE ...], such as ldm@0.001:42,43"
         )
     variant = match["variant"]
     if not (HERE / "configs" / f"{variant}.yaml").is_file():
@@ -73,7 +77,8 @@ def parse_arm(text: str, scale: str) -> list[Run]:
     except ValueError:
         raise UserError(f"'{text}': the learning rate or a seed is not a number") from None
     steps = int(match["steps"] or DEFAULT_STEPS[scale])
-    return [Run(scale, variant, lr, seed, steps) for seed in seeds]
+    overrides = tuple(match["overrides"].split("+")[1:])
+    return [Run(scale, variant, lr, seed, steps, overrides) for seed in seeds]
 
 
 class StartTurn:
@@ -116,7 +121,7 @@ def execute(run: Run, device: str | None, opts: argparse.Namespace, turn: StartT
     """Train one run and collect it. Returns what to say about it."""
     root = Path(os.environ.get("CHECKPOINT_DIR", "checkpoints/ablations"))
     # Runs of different lengths have the same name and may go on at the same time.
-    checkpoints = root / f"steps{run.steps}"
+    checkpoints = root / "".join([f"steps{run.steps}", *(f"+{o}" for o in run.overrides)])
     folder = checkpoints / run.name
     environment = {
         **os.environ,
@@ -135,7 +140,7 @@ def execute(run: Run, device: str | None, opts: argparse.Namespace, turn: StartT
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            ["bash", str(HERE / "launch.sh"), run.variant, opts.gpu, *opts.override],
+            ["bash", str(HERE / "launch.sh"), run.variant, opts.gpu, *run.overrides],
             env=environment,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -189,9 +194,6 @@ def main() -> int:
     parser.add_argument(
         "--discard", action="store_true", help="remove a run's checkpoints once it is collected"
     )
-    parser.add_argument(
-        "--override", action="append", default=[], help="a config override for every run"
-    )
     opts = parser.parse_args()
     if opts.slots < 1:
         raise UserError(f"--slots must be at least 1, got {opts.slots}")
@@ -219,7 +221,8 @@ def main() -> int:
             said = execute(run, device, opts, turn)
             if not (opts.out / run.result).is_file():
                 failures.append(run)
-            print(f"{run.name} x{run.steps}: {said}; {queue.qsize()} to start", flush=True)
+            what = " ".join([run.name, f"x{run.steps}", *run.overrides])
+            print(f"{what}: {said}; {queue.qsize()} to start", flush=True)
 
     devices = [None] if opts.gpu == "cpu" else opts.devices.split(",")
     turns = [StartTurn(opts.overlap) for _ in devices]
@@ -234,7 +237,7 @@ def main() -> int:
         thread.join()
     if failures:
         raise UserError(
-            f"{len(failures)} runs have no result: {', '.join(r.name for r in failures)}"
+            f"{len(failures)} runs have no result: {', '.join(r.result for r in failures)}"
         )
     return 0
 

@@ -3,6 +3,7 @@
 from .config import (
     Forget,
     ForgetGranularity,
+    ForgetStart,
     KeyActivation,
     KeySource,
     KeyStart,
@@ -18,6 +19,7 @@ from .module import LDMBoundary
 __all__ = [
     "Forget",
     "ForgetGranularity",
+    "ForgetStart",
     "KeyActivation",
     "KeySource",
     "KeyStart",

@@ -67,9 +67,16 @@ class Forget(StrEnum):
 
 class ForgetGranularity(StrEnum):
     slot = "slot"
-    """One gate for each slot; rates start log-spaced over 1e-4 .. 1e-2."""
+    """One gate for each slot; where the rates start is ``forget_start``."""
     scalar = "scalar"
     """One gate for the whole memory; its rate starts at 1e-3."""
+
+
+class ForgetStart(StrEnum):
+    narrow = "narrow"
+    """The rates of the slots start log-spaced over 1e-4 .. 1e-2: every slot keeps the whole depth."""
+    wide = "wide"
+    """Over 1e-3 .. 1: the last slot keeps what the last one or two sublayers wrote."""
 
 
 class Update(StrEnum):
@@ -109,6 +116,7 @@ class LDMConfig(DepthConnectionConfig):
     query_activation: QueryActivation = QueryActivation.softmax
     forget: Forget = Forget.dynamic
     forget_granularity: ForgetGranularity = ForgetGranularity.slot
+    forget_start: ForgetStart = ForgetStart.narrow
     update: Update = Update.additive
     write_every: WriteEvery = WriteEvery.sublayer
     residual: Residual = Residual.none

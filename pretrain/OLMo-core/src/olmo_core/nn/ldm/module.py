@@ -22,8 +22,8 @@ BLOCK_START = {"two_sigmoid": (3.0, -3.0), "softmax": (1.5, -1.5), "none": (2.0,
 """Key biases of a boundary's own and of the other slots at the start, with ``key_start=block``."""
 KERNELS = (DepthBackend.fast, DepthBackend.flexible)
 """The backends with kernels of their own; the fast one has the flexible one's boundary 0."""
-FORGET_RATES = (1e-4, 1e-2)
-"""The first and last forget rate ``softplus(b)`` of the slots at the start, log-spaced."""
+FORGET_RATES = {"narrow": (1e-4, 1e-2), "wide": (1e-3, 1.0)}
+"""The first and last forget rate ``softplus(b)`` of the slots at the start, log-spaced, by ``forget_start``."""
 SCALAR_FORGET_RATE = 1e-3
 """The forget rate at the start of a scalar gate, and of a memory with one slot."""
 
@@ -117,7 +117,7 @@ class LDMBoundary(DepthBoundary):
             if slots == 1:
                 rates = torch.full((1,), SCALAR_FORGET_RATE, dtype=torch.float64)
             else:
-                first, last = (math.log10(r) for r in FORGET_RATES)
+                first, last = (math.log10(r) for r in FORGET_RATES[self.config.forget_start])
                 rates = torch.logspace(first, last, slots, dtype=torch.float64)
             # softplus(b) = rate
             start = torch.log(torch.expm1(rates)).to(torch.float32)
