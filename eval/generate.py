@@ -3,7 +3,7 @@ Generates text with a checkpoint, and says how fast: tokens/s of the prompt (pre
 
 text      python -m eval.generate CHECKPOINT --prompt "Photosynthesis is" --temperature 0.8 --top-p 0.95
 timing    python -m eval.generate CHECKPOINT --random-prompt --prompt-tokens 2048 --batch-size 8 --repeat 5 --json OUT.json
-without the KV cache   the same with --no-cache
+without a CUDA graph   the same with --no-cuda-graph; without the KV cache --no-cache
 """
 
 import argparse
@@ -26,6 +26,7 @@ from olmo_core.exceptions import OLMoConfigurationError
 from olmo_core.generate.generation_module import GenerationConfig
 from olmo_core.nn.depth import DepthBackend, DepthTransformer
 from olmo_core.nn.depth.generation import DepthGenerationModule, GenerationTiming, NaNLogitsError
+from olmo_core.nn.depth.session import PREFILL_CHUNK
 
 from .checkpoint import LoadedCheckpoint, default_device, load_checkpoint, read_checkpoint
 
@@ -100,6 +101,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how.add_argument(
         "--no-cache", action="store_true", help="run the whole sequence again for every token"
     )
+    how.add_argument(
+        "--prefill-chunk",
+        type=positive,
+        default=PREFILL_CHUNK,
+        metavar="N",
+        help=f"tokens of the prompt in one forward pass, with the KV cache (default: {PREFILL_CHUNK})",
+    )
+    how.add_argument(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay decode steps as a CUDA graph (default: on a GPU, from 8 new tokens on)",
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--device", choices=("cpu", "cuda"), help="(default: a GPU if there is one)"
@@ -131,6 +144,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--device cuda: this machine has no CUDA GPU; leave it away or pass --device cpu"
         )
+    if args.cuda_graph and args.no_cache:
+        parser.error("--cuda-graph holds steps with the KV cache: leave --no-cache away")
+    if args.cuda_graph and (args.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("--cuda-graph needs a CUDA GPU: leave it away")
     return args
 
 
@@ -183,7 +200,14 @@ def main(argv: list[str] | None = None) -> int:
     timings: list[GenerationTiming] = []
     with one_sentence_errors():
         for run in range(args.repeat):
-            generate(module, ids, tokenizer if run == 0 else None, args.prompt)
+            generate(
+                module,
+                ids,
+                tokenizer if run == 0 else None,
+                args.prompt,
+                prefill_chunk=args.prefill_chunk,
+                cuda_graph=args.cuda_graph,
+            )
             assert module.last_timing is not None
             timings.append(module.last_timing)
             print(module.last_timing, file=sys.stderr)
@@ -193,16 +217,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def generate(
-    module: DepthGenerationModule, ids: torch.Tensor, tokenizer: Any, prompt: str | None
+    module: DepthGenerationModule,
+    ids: torch.Tensor,
+    tokenizer: Any,
+    prompt: str | None,
+    **options: Any,
 ) -> None:
     """
     Generate once.
 
     :param ids: ``[B, T]``, int64.
     :param tokenizer: Prints the prompt and the new tokens as they come; ``None`` prints nothing.
+    :param options: For :meth:`DepthGenerationModule.stream`.
     """
     if tokenizer is None:
-        for _ in module.stream(ids):
+        for _ in module.stream(ids, return_logits=False, **options):
             pass
         return
     from tokenizers.decoders import DecodeStream
@@ -210,8 +239,8 @@ def generate(
     # Gives nothing while a character is incomplete.
     text = DecodeStream(ids=ids[0].tolist(), skip_special_tokens=True)
     print(tokenizer.decode(ids[0].tolist()) if prompt == "-" else prompt, end="", flush=True)
-    for step in module.stream(ids):
-        if piece := text.step(tokenizer, int(step.tokens[0])):
+    for step in module.stream(ids, return_logits=False, **options):
+        if piece := text.step(tokenizer, step.token_ids[0]):
             print(piece, end="", flush=True)
     print(flush=True)
 
@@ -281,8 +310,16 @@ def write_json_result(
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "device": loaded.device.type,
             "attention_backend": type(attention.backend).__name__,
-            "depth_backend": sorted({str(b.selected_backend) for b in boundaries}),
+            "depth_backend": sorted(
+                # LDM may run another one without gradients than it chose.
+                {
+                    str(getattr(b, "inference_backend", None) or b.selected_backend)
+                    for b in boundaries
+                }
+            ),
             "use_cache": not args.no_cache,
+            "prefill_chunk": args.prefill_chunk,
+            "cuda_graph": timings[-1].cuda_graph,
             "random_prompt": args.random_prompt,
             "batch_size": timings[0].batch_size,
             "prompt_tokens": timings[0].prompt_tokens,

@@ -54,9 +54,9 @@ def generate_tokens(
     )
     out: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
-    with closing(module.stream(input_ids, attention_mask=mask)) as steps:
+    with closing(module.stream(input_ids, attention_mask=mask, return_logits=False)) as steps:
         for step in steps:
-            tokens = step.tokens.tolist()
+            tokens = step.token_ids
             for row in sorted(running):
                 if tokens[row] == eos_token_id:
                     running.discard(row)

@@ -45,6 +45,15 @@ def s32(x: Any) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
+def u16(x: Any) -> int:
+    return u32(x) & 0xFFFF
+
+
+def s16(x: Any) -> int:
+    x = u16(x)
+    return x - (1 << 16) if x >> 15 else x
+
+
 def u64(x: int) -> int:
     return x & ((1 << 64) - 1)
 
@@ -200,6 +209,9 @@ def multiply_tiles(requests: list[tuple]) -> list[tuple]:
 _CODES = {"b32": "I", "u32": "I", "s32": "i", "f32": "f", "b64": "Q"}
 _BYTES = {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8}
 _CONVERSIONS = {
+    "s16": ("s16", "u16"),
+    "u16": ("u16", "u16"),
+    "b16": ("u16", "u16"),
     "s32": ("s32", "u32"),
     "u32": ("u32", "u32"),
     "b32": ("u32", "u32"),
@@ -316,8 +328,10 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
         return 'yield ("block",)'
     if op.startswith("barrier.cluster"):
         return f'yield ("cluster {parts[2]}",)'
-    if name in ("fence", "setmaxnreg"):
+    if name in ("fence", "setmaxnreg", "griddepcontrol"):
         return "pass"
+    if name == "createpolicy":
+        return f"{_value(o[0])} = 0"
     if name == "shfl":
         lane = f"{_value(o[2])}" if parts[2] == "idx" else f"((tid & 31) ^ {_value(o[2])})"
         return f'{_value(o[0].split("|")[0])} = yield ("shuffle", {_value(o[1])}, {lane})'

@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,8 @@ from olmo_core.nn.attention import (
     SlidingWindowAttentionConfig,
 )
 from olmo_core.nn.attention.backend import TorchAttentionBackend
-from olmo_core.nn.depth import DepthTransformerConfig, PreLNConfig, attention_cache
+from olmo_core.nn.depth import DepthTransformerConfig, PreLNConfig, attention_cache, generation
+from olmo_core.nn.depth import session as session_module
 from olmo_core.nn.depth.attention_cache import CachedAttention, install_kv_cache
 from olmo_core.nn.depth.generation import (
     DepthGenerationModule,
@@ -33,6 +36,7 @@ from olmo_core.nn.depth.generation import (
     prompt_spans,
     select_token,
 )
+from olmo_core.nn.depth.session import InferenceSession
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.ldm import LDMConfig
 from olmo_core.nn.rope import RoPEType
@@ -452,6 +456,188 @@ def test_compiled_blocks():
     close(got[1], expected[1])
 
 
+# -- sessions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [grouped, windowed, no_rope])
+def test_a_prompt_in_pieces(change):
+    model = make_model(config=change(tiny_config(PreLNConfig(), d_model=32)))
+    module = make_module(model)
+    for side in ("left", "both"):
+        ids, mask = padded(prompts(), side)
+        options: dict[str, Any] = {"attention_mask": mask, **never_ends()}
+        expected = module.generate_batch(ids, **options)
+        for chunk in (1, 2, 4, 8, 9):
+            out = module.generate_batch(ids, prefill_chunk=chunk, **options)
+            assert out[0].equal(expected[0]), (side, chunk)
+            close(out[1], expected[1])
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        module.generate_batch(ids, prefill_chunk=0, **options)
+
+
+def test_a_session_serves_the_next_generation_that_fits():
+    model = make_model(LDMConfig(), n_layers=2)
+    module = make_module(model)
+
+    def check(ids, **options):
+        found = []
+        for m in (make_module(model), module):
+            torch.manual_seed(0)
+            found.append(m.generate_batch(ids, **never_ends(**options)))
+        assert found[0][0].equal(found[1][0])
+        close(found[1][1], found[0][1])
+        return module._session
+
+    first = check(tokens(2, 9))
+    assert check(tokens(2, 30, seed=3)) is first
+    assert check(tokens(3, 9)) is not first, "another batch size"
+    second = check(tokens(2, 9))
+    assert check(tokens(2, 9), temperature=1.0) is not second, "the caller chooses the tokens"
+    second = check(tokens(2, 9))
+    assert check(tokens(2, 9), max_new_tokens=300) is not second, "too long"
+    second = check(tokens(2, 9))
+    assert check(tokens(2, 9), stop_token_ids=[VOCAB + 1] * 9) is not second
+    second = check(tokens(2, 9))
+    with torch.no_grad():
+        model.lm_head.w_out.weight.neg_()
+    assert check(tokens(2, 9)) is not second, "a backend may hold a copy of the weights"
+    # A NaN of one generation does not reach the next.
+    for cache in module._session.caches:
+        cache.k_cache.fill_(float("nan"))
+    second = module._session
+    assert check(tokens(2, 9)) is second
+    module.free_inference_cache()
+    assert module._session is None and caches(model) == [None, None]
+
+
+def test_a_session_step_reads_nothing_and_moves_nothing():
+    model = make_model(LDMConfig(), n_layers=2)
+    session = InferenceSession(model, 3, 32)
+    assert session.no_graph_because == "no CUDA" and not session.captured
+    ids, mask = padded(prompts(), "right")
+    buffers = ("tokens", "lengths", "finished", "all_finished")
+    with session.attached():
+        session.begin(EOS, [])
+        session.prefill(ids, mask.sum(dim=1))
+        assert session.lengths.tolist() == [5, 9, 2]
+        places = [getattr(session, name).data_ptr() for name in buffers]
+        steps = []
+        for _ in range(2):
+            with Record() as record:
+                session.step()
+            steps.append(record.calls)
+    assert session.lengths.tolist() == [7, 11, 4] and session.columns == 11
+    assert [getattr(session, name).data_ptr() for name in buffers] == places
+    assert steps[0] == steps[1]
+    assert not [n for n, _ in steps[0] if "local_scalar_dense" in n or "nonzero" in n]
+    assert caches(model) == [None, None]
+
+
+def test_sessions_of_one_model_take_turns():
+    model = make_model(LDMConfig(), n_layers=1)
+    sessions = [InferenceSession(model, 2, 64), InferenceSession(model, 1, 128)]
+    ids = [tokens(2, 5), tokens(1, 9)]
+    for session, prompt in zip(sessions, ids, strict=True):
+        with session.attached():
+            session.begin(VOCAB, [])
+            session.accept(session.prefill(prompt)[:, -1].argmax(dim=-1))
+    for _ in range(3):
+        for i, session in enumerate(sessions):
+            ids[i] = torch.cat([ids[i], session.tokens[:, None]], dim=1)
+            with session.attached():
+                logits = session.step()[:, -1]
+            close(logits, full(model, ids[i])[:, -1])
+
+
+def test_the_books_of_a_replayed_step(monkeypatch):
+    """
+    What stands around a CUDA graph, on a CPU: the fake graph runs its step again, with the host's numbers as they were at its
+    capture, and leaves the logits where they were.
+    """
+    model = make_model(n_layers=2)
+    module = make_module(model, max_new_tokens=9)
+    ids, mask = padded(prompts(), "left")
+    options: dict[str, Any] = {"attention_mask": mask, **never_ends()}
+    expected = module.generate_batch(ids, **options)
+    captured: list[tuple[int, int]] = []
+
+    class FakeGraph:
+        def replay(self):
+            session = module._session
+            graph = next(g for g in session._graphs.values() if g.graph is self)
+            attended, columns = captured[list(session._graphs.values()).index(graph)]
+            now, session.state.attended = session.columns, attended
+            session._set_columns(columns)
+            graph.logits.copy_(session._step())
+            session.state.attended = None
+            session._set_columns(now)
+
+    @contextmanager
+    def fake_capture(graph, **kwargs):
+        # A capture runs nothing: what it changes here must not show.
+        session = sessions[-1]
+        captured.append((session.state.attended, session.columns))
+        yield
+
+    sessions = []
+    prepare = InferenceSession._prepare
+
+    def as_on_a_gpu(self):
+        sessions.append(self)
+        self.no_graph_because = None
+        prepare(self)
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "current_stream": lambda device: stream,
+        "Stream": lambda device: stream,
+        "stream": lambda s: nullcontext(),
+        "set_stream": lambda s: None,
+        "synchronize": lambda device: None,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": FakeGraph,
+        "graph": fake_capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(InferenceSession, "_prepare", as_on_a_gpu)
+    monkeypatch.setattr(session_module, "GRAPH_SLOTS", 4)
+    module.free_inference_cache()
+    for _ in range(2):
+        out = module.generate_batch(ids, **options)
+        assert out[0].equal(expected[0])
+        close(out[1], expected[1])
+        # A prompt of 9 columns and 8 steps: 12, 16 and 20 slots, captured once.
+        assert captured == [(12, 9), (16, 12), (20, 16)]
+        assert module.last_timing.cuda_graph and module._session.columns == 17
+
+
+def test_a_session_has_an_end():
+    session = InferenceSession(make_model(n_layers=1), 1, 64)
+    with session.attached():
+        with pytest.raises(ValueError, match="1 rows of at most 64 tokens"):
+            session.prefill(tokens(1, 65))
+        session.prefill(tokens(1, 64))
+        with pytest.raises(RuntimeError, match="64 slots is full"):
+            session.step()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_nan_logits_are_nothing_to_sample_from(use_cache):
+    model = make_model(n_layers=1)
+    with torch.no_grad():
+        model.lm_head.w_out.weight.fill_(float("nan"))
+    module = make_module(model, temperature=1.0, use_cache=use_cache)
+    with pytest.raises(NaNLogitsError, match="NaN"):
+        module.generate_batch(tokens(), log_timing=False)
+    assert caches(model) == [None]
+
+
+def test_tokens_come_to_the_host_too():
+    module = make_module(make_model(n_layers=1))
+    steps = list(module.stream(tokens(3), return_logits=False))
+    assert all(step.token_ids == step.tokens.tolist() and step.logits is None for step in steps)
+
+
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -491,8 +677,9 @@ def test_filters_keep_only_the_likely_tokens():
         select_token(logits * float("nan"), config)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_rows_end_at_eos_and_stop_tokens(use_cache):
+@pytest.mark.parametrize(("use_cache", "ahead"), [(True, 0), (True, 1), (True, 3), (False, 0)])
+def test_rows_end_at_eos_and_stop_tokens(use_cache, ahead, monkeypatch):
+    monkeypatch.setattr(generation, "STEPS_AHEAD", {"cpu": ahead})
     module = make_module(make_model(n_layers=2), max_new_tokens=10, use_cache=use_cache)
     free, logits, _ = module.generate_batch(
         tokens(3), **never_ends(completions_only=True, return_logprobs=True)
@@ -679,6 +866,8 @@ def test_cli_says_a_mistake_in_one_sentence(text_checkpoint, tmp_path, capsys):
         ([good, "--prompt", "x", "--top-p", "1.5"], "at most 1"),
         ([good, "--prompt", "x", "--temperature", "-1"], "or more"),
         ([good, "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        ([good, "--prompt", "x", "--cuda-graph", "--no-cache"], "leave --no-cache away"),
+        ([good, "--prompt", "x", "--cuda-graph", "--device", "cpu"], "needs a CUDA GPU"),
     ):
         with pytest.raises(SystemExit) as e:
             main(arguments)
@@ -714,31 +903,72 @@ def test_cached_equals_uncached_on_a_gpu(name, n_kv_heads):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("with_padding", [False, True])
-def test_a_cuda_graph_holds_a_decode_step(with_padding):
-    model = gpu_model("ldm")
+@pytest.mark.parametrize("name", DEPTHS)
+def test_a_cuda_graph_gives_what_eager_steps_give(name):
+    model = gpu_model(name)
+    module = make_module(model, max_new_tokens=20)
     ids, mask = (t.cuda() for t in padded(prompts(), "left"))
-    leftpad = mask.shape[1] - mask.sum(dim=1) if with_padding else None
-    new = tokens(3, 12, seed=9).cuda()
-    with torch.inference_mode():
-        prepare(model, 3, 64)
-        model(ids, cache_leftpad=leftpad)
+    options: dict[str, Any] = {"attention_mask": mask, **never_ends()}
+    eager = module.generate_batch(ids, cuda_graph=False, **options)
+    for _ in range(2):  # the second time with the first one's graph
+        got = module.generate_batch(ids, cuda_graph=True, **options)
+        assert module.last_timing.cuda_graph
+        assert got[0].equal(eager[0])
+        close(got[1].float(), eager[1].float(), 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_eager_steps_never_wait_for_the_gpu():
+    model = gpu_model("ldm")
+    session = InferenceSession(model, 3, 64, cuda_graph=False)
+    ids, mask = (t.cuda() for t in padded(prompts(), "right"))
+    with session.attached():
+        session.begin(VOCAB, [])
+        session.prefill(ids, mask.sum(dim=1))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            expected = [model(new[:, i : i + 1]) for i in range(12)]
+            for _ in range(3):
+                session.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        prepare(model, 3, 64)
-        model(ids, cache_leftpad=leftpad)
-        token = new[:, :1].clone()
-        got = [model(token)]  # outside the graph, so that every kernel is loaded
-        graph = torch.cuda.CUDAGraph()
-        token.copy_(new[:, 1:2])
-        with torch.cuda.graph(graph):
-            logits = model(token)
-        for i in range(1, 12):
-            token.copy_(new[:, i : i + 1])
-            graph.replay()
-            got.append(logits.clone())
-    close(torch.cat(got, dim=1).float(), torch.cat(expected, dim=1).float(), 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_an_older_graph_keeps_its_rope_tables():
+    model = gpu_model("preln")
+    ids = tokens(2, 7).cuda()
+
+    def logits(session):
+        with session.attached():
+            session.begin(VOCAB, [])
+            session.prefill(ids)
+            session.tokens.copy_(ids[:, 0])
+            return session.step().clone()
+
+    old = InferenceSession(model, 2, 64)
+    expected = logits(old)
+    new = InferenceSession(model, 2, 5000)
+    junk = [torch.full((64, 64), float("nan"), device="cuda") for _ in range(64)]
+    assert logits(old).equal(expected)
+    close(logits(new).float(), expected.float(), 1e-3)
+    del junk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_what_cannot_be_captured_runs_anyway(monkeypatch):
+    model = gpu_model("preln")
+    expected = make_module(model).generate_batch(tokens(2).cuda(), **never_ends())[0]
+    accept = InferenceSession.accept
+
+    def reads(self, sampled):
+        assert int(sampled.sum()) >= 0
+        accept(self, sampled)
+
+    monkeypatch.setattr(InferenceSession, "accept", reads)
+    module = make_module(model)
+    out = module.generate_batch(tokens(2).cuda(), cuda_graph=True, **never_ends())[0]
+    assert out.equal(expected) and not module.last_timing.cuda_graph

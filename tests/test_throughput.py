@@ -1,6 +1,7 @@
 """The speed benchmark: a round on a CPU, its statistics against numbers by hand, and what failures and bad input give."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -17,17 +18,18 @@ from config_utils.errors import UserError, run_cli
 from config_utils.experiment import GPUS, PEAK_BF16_FLOPS, build_experiment
 from config_utils.methods import depth_connection
 from config_utils.scales import load_scale
-from olmo_core.nn.depth import DepthBackend, PreLNConfig, attention_cache
+from olmo_core.nn.depth import DepthBackend, PreLNConfig
 from olmo_core.nn.depth.preln import PreLNBoundary
+from olmo_core.nn.depth.session import InferenceSession
 
 FOLDER = Path(__file__).resolve().parents[1] / "paper-experiments" / "throughput"
 SMALL = ("model.d_model=16", "model.n_layers=2", "model.block.feed_forward.hidden_size=32")
 CPU = torch.device("cpu")
 
 sys.path.insert(0, str(FOLDER))
-boundary, measure, rounds, summarize, timing = (
+boundary, check_decode, measure, rounds, summarize, timing = (
     importlib.import_module(name)
-    for name in ("boundary", "measure", "rounds", "summarize", "timing")
+    for name in ("boundary", "check_decode", "measure", "rounds", "summarize", "timing")
 )
 sys.path.remove(str(FOLDER))
 
@@ -267,7 +269,6 @@ def test_peaks_are_of_the_gpu_that_is_here():
     assert timing.peak_bf16_flops("NVIDIA B200") == 2250e12
     assert timing.peak_bf16_flops("NVIDIA H100 PCIe") is timing.peak_bf16_flops("cpu") is None
     assert measure.GPUS == GPUS
-    assert measure.ATTENDED_MULTIPLE == attention_cache.ATTENDED_MULTIPLE
 
 
 # -- failures are rows -------------------------------------------------------------------------
@@ -336,6 +337,43 @@ def test_no_number_for_a_wrong_backend(monkeypatch, gradients):
         assert e.value.status == "wrong"
 
 
+def test_decode_checks_a_backend_at_its_batch_sizes(monkeypatch):
+    def run_backend(self, state, y, norm_weight):
+        state, x, _, _ = self.reference(state, y, norm_weight)
+        return state, x * (1.5 if y.shape[1] == 3 else 1)
+
+    monkeypatch.setattr(OffBoundary, "run_backend", run_backend)
+    check = {"d_model": 32, "n_sublayers": 4, "device": CPU, "gradients": False}
+    assert measure.check_backend(OffConfig(), **check, n_tokens=[1, 8])["backend_error"] == 0
+    with pytest.raises(measure.NotMeasured, match="of 3 tokens is off by 5"):
+        measure.check_backend(OffConfig(), **check, n_tokens=[1, 3])
+
+
+def test_decode_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_decode, "PROMPTS", (2, 9))
+    monkeypatch.setattr(check_decode, "NEW_TOKENS", 4)
+    out = tmp_path / "check.json"
+    args = ["--gpu", "cpu", "--methods", "preln", "--json", str(out)]
+    assert check_decode.main(args) == 0
+    (found,) = json.loads(out.read_text())["rows"]
+    assert (found["status"], found["tokens_equal"], found["captured"]) == ("ok", True, False)
+    assert 0 < found["cached_to_uncached"] < 1e-5
+    assert "all ok" in capsys.readouterr().out
+
+    # A cache that is off by one, and a check that breaks.
+    resume = InferenceSession.resume
+    monkeypatch.setattr(
+        InferenceSession, "resume", lambda self, lengths, n: resume(self, lengths - 1, n)
+    )
+    assert check_decode.main(args) == 1
+    assert json.loads(out.read_text())["rows"][0]["status"] == "wrong"
+    monkeypatch.setattr(InferenceSession, "resume", None)
+    assert check_decode.main(args) == 1
+    assert "status=failed" in capsys.readouterr().out
+    with pytest.raises(UserError, match="unknown GPU"):
+        check_decode.main(["--gpu", "abacus"])
+
+
 def test_no_number_for_a_wrong_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "LOSS_TOLERANCE", 1e-7)
     code, result = run(tmp_path, "train", "tiny", "preln", "--seq", "16", "--tokens", "16")
@@ -346,7 +384,7 @@ def test_a_process_without_a_result(tmp_path):
     log, part = tmp_path / "log.txt", tmp_path / "part.json"
 
     def result(code: str, timeout: float = 60) -> dict[str, Any]:
-        return rounds.run_to_json([sys.executable, "-c", code], part, log, timeout)
+        return rounds.run_to_json(rounds.Process([sys.executable, "-c", code], log), part, timeout)
 
     assert result("print('first'); print('the reason'); print(); raise SystemExit(3)") == {
         "status": "failed",
@@ -430,8 +468,8 @@ def test_the_launcher_refuses_in_one_sentence(args, env, needle):
         ("train tiny cpu 1 --quick", "unknown argument '--quick'"),
         ("prefill tiny cpu 1 --context 8,16", "prefill takes one --context"),
         ("prefill tiny cpu 1 --nproc 2", "prefill runs on one GPU"),
-        ("decode tiny cpu 1 --steps 70", "pieces of 256 tokens"),
-        ("decode tiny h200 1 --context 2100", "before context 2100"),
+        ("decode tiny cpu 1 --steps 130", "context 64 is too short for 130 steps"),
+        ("prefill tiny cpu 1 --chunk 0", "--chunk must be positive"),
     ],
 )
 def test_bad_input_gets_one_sentence(args, needle, capsys):
@@ -562,12 +600,30 @@ def test_a_state_of_another_form_passes_the_gate_and_is_timed(monkeypatch):
     assert len(timed.forward(0)) == len(timed.sets[0].gradients) == 2
 
 
-def test_the_log_of_a_process_is_read_from_its_start(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("old words\n")
-    start = log.stat().st_size
-    with log.open("a") as f:
-        f.write("\n$ command\n")
-    assert rounds.last_words(log, start) == ""
-    log.write_text("old words\n\n$ command\nwords\n\n")
-    assert rounds.last_words(log, start) == "words"
+def test_the_next_process_waits_for_its_turn(tmp_path):
+    log, part, began = tmp_path / "log.txt", tmp_path / "part.json", tmp_path / "began"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(measure.__file__).parent)!r}); import measure, pathlib; "
+        f"measure.wait_for_turn('decode'); pathlib.Path({str(began)!r}).touch(); "
+        f'pathlib.Path({str(part)!r}).write_text(\'{{"status": "ok"}}\')'
+    )
+    command = [sys.executable, "-c", code]
+    processes = rounds.Processes(
+        [[sys.executable, "-c", "print(1)"], command, command], log, ahead=True
+    )
+    first = processes.take()
+    assert first.run(60) == (0, "1") and not began.exists()
+    second = processes.take()
+    assert rounds.run_to_json(second, part, 60) == {"status": "ok"} and began.exists()
+    began.unlink()
+    processes.close()  # as when the rounds are interrupted: the third has waited in vain
+    assert not began.exists()
+    assert log.read_text().count("\n$ ") == 2
+
+
+def test_a_waiting_process_ends_with_the_one_that_started_it(monkeypatch):
+    monkeypatch.setenv(measure.WAIT_VARIABLE, "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(SystemExit, match="has ended"):
+        measure.wait_for_turn("decode")
+    measure.wait_for_turn("decode")  # not asked for

@@ -4,12 +4,14 @@ The rounds of the benchmark: every method once a round, in an order that rotates
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from config_utils.scales import load_scale
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_METHODS = "preln attnres_block attnres_full mhc ldm ldm_k4"
-KNOBS = ("seq", "tokens", "batch", "batches", "context", "steps", "warmup", "seed")
+KNOBS = ("seq", "tokens", "batch", "batches", "context", "chunk", "steps", "warmup", "seed")
 """Options that measure.py gets as they are; in the environment of rounds.sh by the same names in capitals."""
 
 
@@ -114,44 +116,81 @@ def default_processes(opts: argparse.Namespace) -> int:
     return opts.nproc or (here if opts.mode == "train" else 1)
 
 
-def run_process(command: list[str], log: Path, timeout: float) -> int | None:
+class Process:
     """
-    Run a command with its output in ``log``; its exit code, or ``None`` if it took too long. It and everything that it
-    started are ended then, and when this process is interrupted.
+    A command in a session of its own. Its output goes to a file and, once it has ended, to ``log``.
+
+    :param waits: It imports what it needs and waits for :meth:`run`; see ``measure.wait_for_turn``.
     """
-    with log.open("ab") as f:
-        f.write(f"\n$ {shlex.join(command)}\n".encode())
-        f.flush()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=f, stderr=f, start_new_session=True
+
+    def __init__(self, command: list[str], log: Path, waits: bool = False):
+        self.command, self.log, self.waits = command, log, waits
+        self.output = tempfile.TemporaryFile()
+        environment = os.environ | ({measure.WAIT_VARIABLE: "1"} if waits else {})
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+            env=environment,
         )
+
+    def run(self, timeout: float) -> tuple[int | None, str]:
+        """
+        Its exit code, or ``None`` if it took too long, and the last line that it wrote. It and everything that it started are
+        ended then, and when this process is interrupted.
+        """
         try:
-            return process.wait(timeout)
+            if self._process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(b"\n")
+                    self._process.stdin.close()
+            code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return None
+            code = None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            self.end()
+        self.output.seek(0)
+        written = self.output.read()
+        with self.log.open("ab") as f:
+            f.write(f"\n$ {shlex.join(self.command)}\n".encode() + written)
+        lines = written.decode(errors="replace").strip().splitlines()
+        return code, next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
-def last_words(log: Path, start: int) -> str:
-    """The last line that says something in what was written to the log since ``start``."""
-    with log.open("rb") as f:
-        f.seek(start)
-        lines = f.read().decode(errors="replace").split("\n$ ")[-1].strip().splitlines()[1:]
-    return next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
+class Processes:
+    """The processes of these commands in turn; with ``ahead`` the next one is started when one is taken, and waits."""
+
+    def __init__(self, commands: list[list[str]], log: Path, ahead: bool):
+        self._commands, self._log, self._ahead = list(commands), log, ahead
+        self._next: Process | None = None
+
+    def take(self) -> Process:
+        process = self._next or Process(self._commands.pop(0), self._log)
+        self._next = None
+        if self._ahead and self._commands:
+            self._next = Process(self._commands.pop(0), self._log, waits=True)
+        return process
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.end()
 
 
-def run_to_json(command: list[str], out: Path, log: Path, timeout: float) -> dict[str, Any]:
+def run_to_json(process: Process, out: Path, timeout: float) -> dict[str, Any]:
     """
     What a process of measure.py wrote to ``out``. If it wrote nothing, ``status`` and ``error`` say how it ended.
     """
     import json
 
     out.unlink(missing_ok=True)
-    start = log.stat().st_size if log.exists() else 0
-    code = run_process(command, log, timeout)
+    code, last_words = process.run(timeout)
     try:
         return json.loads(out.read_text())
     except FileNotFoundError:
@@ -163,7 +202,7 @@ def run_to_json(command: list[str], out: Path, log: Path, timeout: float) -> dic
     if code < 0:
         why = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
         return {"status": "failed", "error": f"ended by signal {-code}{why}"}
-    return {"status": "failed", "error": last_words(log, start) or f"exit code {code}"}
+    return {"status": "failed", "error": last_words or f"exit code {code}"}
 
 
 def environment_text(opts: argparse.Namespace) -> str:
@@ -225,7 +264,7 @@ def run_rounds(opts: argparse.Namespace, out: Path, nproc: int, done: set[int]) 
 
     def canary() -> dict[str, Any]:
         command = [sys.executable, str(HERE / "measure.py"), "canary", "--gpu", opts.gpu]
-        return run_to_json([*command, "--out", str(part)], part, log, opts.timeout)
+        return run_to_json(Process([*command, "--out", str(part)], log), part, opts.timeout)
 
     before = canary()
     if "device" not in before:
@@ -247,35 +286,43 @@ def run_rounds(opts: argparse.Namespace, out: Path, nproc: int, done: set[int]) 
         settings = kept  # the date of the start
     if opts.gpu != "cpu" and opts.gpu.upper() not in before["device"]:
         print(f"warning: {opts.gpu} was named, {before['device']} is here; MFU is of what is here")
-    for number in range(1, opts.rounds + 1):
-        if number in done:
-            continue
-        path = out / f"round-{number}.json"
-        order = rotated(opts.methods, number)
-        result: dict[str, Any] = {
-            "round": number,
-            "complete": False,
-            "settings": settings,
-            "order": order,
-            "run": info,
-            "canary_before": before,
-            "canary_after": None,
-            "rows": [],
-        }
-        for method in order:
-            started = time.perf_counter()
-            command = measure_command(opts, method, nproc, part)
-            row = run_to_json(command, part, log, opts.timeout)
-            row |= {"method": method, "process_seconds": time.perf_counter() - started}
-            result["rows"].append(row)
-            # Whole after every method: a run that is stopped leaves what it measured, and says that it was stopped.
+    numbers = [n for n in range(1, opts.rounds + 1) if n not in done]
+    commands = [
+        measure_command(opts, method, nproc, part)
+        for n in numbers
+        for method in rotated(opts.methods, n)
+    ]
+    # On a CPU the imports of the next process would slow the one that measures.
+    processes = Processes(
+        commands, log, ahead=opts.gpu != "cpu" and nproc == 1 and (os.cpu_count() or 1) >= 4
+    )
+    with contextlib.closing(processes):
+        for number in numbers:
+            path = out / f"round-{number}.json"
+            order = rotated(opts.methods, number)
+            result: dict[str, Any] = {
+                "round": number,
+                "complete": False,
+                "settings": settings,
+                "order": order,
+                "run": info,
+                "canary_before": before,
+                "canary_after": None,
+                "rows": [],
+            }
+            for method in order:
+                started = time.perf_counter()
+                row = run_to_json(processes.take(), part, opts.timeout)
+                row |= {"method": method, "process_seconds": time.perf_counter() - started}
+                result["rows"].append(row)
+                # Whole after every method: a run that is stopped leaves what it measured, and says that it was stopped.
+                timing.write_json(path, result)
+                print(f"round {number}/{opts.rounds}  {method}: {progress(row)}", flush=True)
+            after = canary()
+            if "device" in after:
+                result["canary_after"] = before = after
+            result["complete"] = True
             timing.write_json(path, result)
-            print(f"round {number}/{opts.rounds}  {method}: {progress(row)}", flush=True)
-        after = canary()
-        if "device" in after:
-            result["canary_after"] = before = after
-        result["complete"] = True
-        timing.write_json(path, result)
 
 
 def progress(row: dict[str, Any]) -> str:

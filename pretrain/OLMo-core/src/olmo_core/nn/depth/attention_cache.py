@@ -7,22 +7,30 @@ plain causal attention, RoPE turns every token exactly as it would turn it in an
 the slots beyond the row's own position. All shapes of a decode step are fixed and the positions are tensors, so it
 makes no host synchronisation and a CUDA graph can hold it.
 
+On a GPU a decode step is one kernel of :mod:`.triton_inference_kernels` (and one that puts its parts together): RoPE, the new key
+and value into the cache, and attention to the slots that a row really has, shared among all multiprocessors. SDPA needs a mask
+here, which rules flash attention out; what is left reads the slots up to the mask's end for every row, and gives a row and
+head to one multiprocessor. A prompt, and the CPU, have SDPA.
+
 Dimension letters: ``B`` rows, ``T`` new tokens, ``S`` slots, ``H`` key and value heads, ``G`` query heads for each of
 them, ``E`` head dimension; ``R`` is ``B`` with left padding, otherwise 1.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from olmo_core.exceptions import OLMoConfigurationError
 from olmo_core.nn.attention import Attention, FusedAttentionV2
 from olmo_core.nn.attention.backend import TorchAttentionBackend
 from olmo_core.nn.attention.kv_cache import KVCacheManager
-from olmo_core.nn.rope import RoPEBuffers, RotaryEmbeddingBase
+from olmo_core.nn.rope import RoPEBuffers, RotaryEmbedding, RotaryEmbeddingBase
+
+from .inference import inference_ops, install_feed_forward
 
 SLOT_MULTIPLE = 64
 """A cache has a multiple of this many slots: the SDPA kernels that take a mask want aligned rows of it."""
@@ -30,6 +38,13 @@ ATTENDED_MULTIPLE = 256
 """A decode step attends to the used slots rounded up to this, a new shape (and CUDA graph) every so many tokens."""
 
 _Value = TypeVar("_Value")
+
+
+class RoPETables(NamedTuple):
+    """``[S, E]`` each, FP32."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -110,12 +125,9 @@ class CacheStep:
 
     def rope_rows(self, rope: RotaryEmbeddingBase, n_slots: int) -> RoPEBuffers:
         """The rows of the RoPE tables for the new tokens, ``R * T`` of them."""
-        key = (type(rope), rope.theta, rope.rotary_dim, repr(rope.scaling), n_slots)
 
         def make() -> RoPEBuffers:
-            # Outside inference mode: the module keeps the table, and a later training step saves it for backward.
-            with torch.inference_mode(False):
-                table = rope.get_buffers(n_slots, self.slots.device)
+            table = rope_buffers(rope, n_slots, self.slots.device)
             rows = self.slots.flatten()
 
             def select(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -127,7 +139,28 @@ class CacheStep:
                 freqs_cis=select(table.freqs_cis),
             )
 
-        return self._once(("rope", *key), make)
+        return self._once(("rope", *rope_key(rope), n_slots), make)
+
+    def rope_tables(self, rope: RotaryEmbeddingBase, n_slots: int) -> RoPETables:
+        """The whole RoPE tables, for kernels that look up their rows themselves."""
+
+        def make() -> RoPETables:
+            table = rope_buffers(rope, n_slots, self.slots.device)
+            assert table.pos_cos is not None and table.pos_sin is not None
+            return RoPETables(table.pos_cos, table.pos_sin)
+
+        return self._once(("tables", *rope_key(rope), n_slots), make)
+
+
+def rope_key(rope: RotaryEmbeddingBase) -> tuple[object, ...]:
+    """Equal for modules with equal tables."""
+    return (type(rope), rope.theta, rope.rotary_dim, repr(rope.scaling))
+
+
+def rope_buffers(rope: RotaryEmbeddingBase, n_slots: int, device: torch.device) -> RoPEBuffers:
+    # Outside inference mode: the module keeps the table, and a later training step saves it for backward.
+    with torch.inference_mode(False):
+        return rope.get_buffers(n_slots, device)
 
 
 class CacheState:
@@ -136,10 +169,17 @@ class CacheState:
     def __init__(self) -> None:
         self.lengths: torch.Tensor | None = None
         """The number of tokens of each row, ``[R]``, int64."""
+        self.attended: int | None = None
+        """How many slots SDPA attends to in a decode step, instead of what the columns so far ask for."""
         self._step: CacheStep | None = None
 
     def reset(self) -> None:
         self.lengths = None
+        self._step = None
+
+    def resume(self, lengths: torch.Tensor) -> None:
+        """Go on from ``lengths`` tokens of each row, ``[B]``, int64: the tensor itself, which a step then adds to."""
+        self.lengths = lengths
         self._step = None
 
     def step(
@@ -228,8 +268,14 @@ class StaticKVCache(KVCacheManager):
         if self.k_cache is not None:
             self.k_cache.zero_()
             self.v_cache.zero_()
-        self._columns = 0
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Forget all tokens; what stands in the slots stays until others take them."""
+        self.columns = 0
+        """How many tokens, padding included, came so far."""
         self._step: CacheStep | None = None
+        self._tables: RoPETables | None = None
         self.state.reset()
 
     def current_position(self) -> torch.Tensor:
@@ -241,7 +287,7 @@ class StaticKVCache(KVCacheManager):
         """:meth:`begin` has it: RoPE comes before and needs it too."""
 
     def update_seqlen(self, seqlen: int) -> None:
-        self._columns += seqlen
+        self.columns += seqlen
 
     def begin(self, n_tokens: int, leftpad: torch.Tensor | None, device: torch.device) -> None:
         """
@@ -249,12 +295,12 @@ class StaticKVCache(KVCacheManager):
 
         :raises RuntimeError: If the cache has no room for them.
         """
-        if self._columns + n_tokens > self.n_slots:
+        if self.columns + n_tokens > self.n_slots:
             raise RuntimeError(
-                f"the KV cache has {self.n_slots} slots, {self._columns} in use, and cannot take {n_tokens} more: "
+                f"the KV cache has {self.n_slots} slots, {self.columns} in use, and cannot take {n_tokens} more: "
                 "prepare it for a longer sequence"
             )
-        self._step = self.state.step(self._columns, n_tokens, leftpad, device)
+        self._step = self.state.step(self.columns, n_tokens, leftpad, device)
 
     def rope(
         self, rope: RotaryEmbeddingBase, q: torch.Tensor, k: torch.Tensor
@@ -264,8 +310,18 @@ class StaticKVCache(KVCacheManager):
 
         :param q: ``[B, T, H * G, E]``.
         :param k: ``[B, T, H, E]``.
+
+        :returns: Both, or both as they were if :meth:`attend` will turn them.
         """
         assert self._step is not None
+        if (
+            self._ops(q) is not None
+            and type(rope) is RotaryEmbedding
+            and rope.rotary_dim == self.head_dim
+        ):
+            # attend() does it: there the kernels turn what they have loaded anyway.
+            self._tables = self._step.rope_tables(rope, self.n_slots)
+            return q, k
         rows = self._step.rope_rows(rope, self.n_slots)
         q_shape, k_shape = q.shape, k.shape
         if self._step.slots.shape[0] > 1:
@@ -302,23 +358,41 @@ class StaticKVCache(KVCacheManager):
         assert step is not None
         batch_size, n_tokens, n_heads, head_dim = q.shape
         n_groups = n_heads // self.num_kv_heads
-        self._store(step, k, v)
+        self._allocate(step, k)
+        tables, self._tables = self._tables, None
+        ops = self._ops(q)
+        if ops is not None and n_tokens == 1 and step.start > 0:
+            cos, sin = (None, None) if tables is None else tables
+            return ops.decode_attention(
+                q, k, v, step.slots, cos, sin, self.k_cache, self.v_cache,
+                head_dim**-0.5 if scale is None else scale, window_left,
+            )  # fmt: skip
+        if tables is None:
+            self._store(step, k, v)
+        else:
+            q = ops.rope_store(q, k, v, step.slots, *tables, self.k_cache, self.v_cache)
 
         order = step.to_slot_order()
         if order is not None:
             q = q.reshape(batch_size * n_tokens, n_heads, head_dim)[order].view(q.shape)
-        if step.start == 0 and window_left < 0:
-            # The slots are this pass's own tokens in order, and the padding comes last.
+        in_order = step.start == 0 or (step.slots.shape[0] == 1 and n_tokens > 1)
+        if in_order and window_left < 0:
+            # The slots are the tokens so far in order, and the padding comes last.
+            n_keys = step.start + n_tokens
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
-                self.k_cache[:, :n_tokens].transpose(1, 2),
-                self.v_cache[:, :n_tokens].transpose(1, 2),
-                is_causal=True,
+                self.k_cache[:, :n_keys].transpose(1, 2),
+                self.v_cache[:, :n_keys].transpose(1, 2),
+                # Written so, flash attention takes a later part of a prompt too.
+                attn_mask=causal_lower_right(n_tokens, n_keys) if step.start else None,
+                is_causal=step.start == 0,
                 scale=scale,
                 enable_gqa=n_groups > 1,
             )
         else:
-            used = min(_round_up(step.start + n_tokens, ATTENDED_MULTIPLE), self.n_slots)
+            used = self.state.attended if n_tokens == 1 else None
+            if used is None:
+                used = min(_round_up(step.start + n_tokens, ATTENDED_MULTIPLE), self.n_slots)
             # The query heads of one key head stand one after the other along T. enable_gqa with a mask falls back to
             # repeating the cache in memory on some versions of torch.
             grouped = q.unflatten(2, (self.num_kv_heads, n_groups)).permute(0, 2, 3, 1, 4)
@@ -336,7 +410,11 @@ class StaticKVCache(KVCacheManager):
             out = out[step.rows(batch_size, n_tokens)].view(q.shape)
         return out.contiguous()
 
-    def _store(self, step: CacheStep, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _ops(self, q: torch.Tensor) -> Any:
+        ops = inference_ops(q)
+        return None if ops is None or self.head_dim > ops.MAX_HEAD_DIM else ops
+
+    def _allocate(self, step: CacheStep, k: torch.Tensor) -> None:
         if k.shape[0] != self._batch_size:
             raise RuntimeError(
                 f"the KV cache was prepared for {self._batch_size} rows, the batch has {k.shape[0]}"
@@ -349,6 +427,8 @@ class StaticKVCache(KVCacheManager):
             with torch.inference_mode(False):
                 self.k_cache = torch.zeros(self.kv_cache_shape, dtype=k.dtype, device=k.device)
                 self.v_cache = torch.zeros_like(self.k_cache)
+
+    def _store(self, step: CacheStep, k: torch.Tensor, v: torch.Tensor) -> None:
         rows = step.rows(self._batch_size, self.n_slots)
         for cache, new in ((self.k_cache, k), (self.v_cache, v)):
             cache.flatten(0, 1).index_copy_(0, rows, new.detach().flatten(0, 1))
@@ -433,13 +513,16 @@ _CACHED: dict[type, type[CachedAttention]] = {
 def install_kv_cache(model: nn.Module) -> None:
     """
     Let a model with torch's SDPA keep a KV cache in generation, OLMo-core's own
-    ``TransformerGenerationModule`` included. Parameters, names and the forward pass without a cache stay as they are.
-    Attention of another backend (flash-attn has upstream's cache) or of another kind is left alone.
+    ``TransformerGenerationModule`` included, and its feed-forwards use one kernel less there. Parameters, names and the
+    forward pass without a cache stay as they are. Attention of another backend (flash-attn has upstream's cache) or of
+    another kind is left alone.
 
     :param model: A :class:`~olmo_core.nn.transformer.Transformer`.
     """
     state = CacheState()
     for block in model.blocks.values():  # type: ignore[union-attr,operator]
+        if (feed_forward := getattr(block, "feed_forward", None)) is not None:
+            install_feed_forward(feed_forward)
         attention: Any = getattr(block, "attention", None)
         cached = _CACHED.get(type(attention))
         if cached is None or type(attention.backend) is not TorchAttentionBackend:

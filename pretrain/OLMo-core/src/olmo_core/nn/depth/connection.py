@@ -11,7 +11,7 @@ normalised input of sublayer ``i`` (of the LM head for ``i = L``)::
     boundary(state, y, norm_weight) -> (state, x)
 
 The state is a plain tuple of tensors, each with leading dimensions ``[B, T]``: FSDP2 finds tensors in tuples, not in
-objects of our own, and nothing in it may be changed in place.
+objects of our own, and nothing in it may be changed in place (but see :attr:`DepthBoundary.owns_state`).
 """
 
 import logging
@@ -133,6 +133,11 @@ class DepthBoundary(nn.Module):
         self.is_first = index == 0
         self.is_last = index == n_sublayers
         self._index = index
+        self.owns_state = False
+        """
+        Whether nobody looks at a state after the boundary that took it, as in a model: without gradients it may then be
+        written over.
+        """
 
     @abstractmethod
     def reference(
@@ -162,6 +167,11 @@ class DepthBoundary(nn.Module):
         self.selected_backend = resolve_backend(
             self.backend, type(self).__name__, self.backend_candidates(device, dtype)
         )
+        return self.selected_backend
+
+    @property
+    def inference_backend(self) -> DepthBackend | None:
+        """The implementation that runs in evaluation without gradients; mostly :attr:`selected_backend`."""
         return self.selected_backend
 
     def backend_candidates(

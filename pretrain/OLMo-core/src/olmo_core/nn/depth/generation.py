@@ -1,6 +1,7 @@
 """Text generation with a KV cache, on CPU and GPU, for batches of prompts of different lengths."""
 
 import logging
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,8 +18,16 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.utils import log_or_print, move_to_device
 
 from .attention_cache import install_kv_cache
+from .session import PREFILL_CHUNK, InferenceSession, supports_session
 
 log = logging.getLogger(__name__)
+
+SESSION_MULTIPLE = 256
+"""Sessions have a multiple of this many slots, so that the next generation, a little longer, may use the same one."""
+STEPS_AHEAD = {"cuda": 1}
+"""How many steps run beyond the one that is given, so that a GPU works while the host learns whether the rows have ended."""
+MIN_GRAPH_TOKENS = 8
+"""A CUDA graph for fewer new tokens than this costs more than it saves: it takes two steps and the capture of one."""
 
 
 class NaNLogitsError(RuntimeError):
@@ -30,8 +39,10 @@ class GenerationStep(NamedTuple):
 
     tokens: torch.Tensor
     """``[B]``, int64; EOS for a row that had ended before."""
-    logits: torch.Tensor
-    """``[B, 1, V]``, before temperature and filters."""
+    token_ids: list[int]
+    """The same on the host: reading ``tokens`` on a GPU waits for the next step, which runs already."""
+    logits: torch.Tensor | None
+    """``[B, 1, V]``, before temperature and filters; ``None`` if not asked for."""
     logprobs: torch.Tensor | None
     """The log-probabilities of the tokens by those logits, ``[B, 1]``, FP32, or ``None`` if not asked for."""
 
@@ -39,8 +50,8 @@ class GenerationStep(NamedTuple):
 @dataclass
 class GenerationTiming:
     """
-    How long one generation took. The device has finished its work at the end of each span; what the caller does
-    between two steps is not counted.
+    How long one generation took by the clock on the wall. The device has finished its work at the end of each span. What the
+    caller does between two steps counts: on a GPU the next step runs meanwhile.
     """
 
     batch_size: int
@@ -52,6 +63,10 @@ class GenerationTiming:
     """From the prompt to the first new token."""
     decode_seconds: float = 0.0
     """From the first new token to the last."""
+    prepare_seconds: float = 0.0
+    """Before the prompt: allocating the cache, loading kernels, capturing the decode step. In none of the rates."""
+    cuda_graph: bool = False
+    """Whether decode steps were replays of a CUDA graph."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -64,8 +79,9 @@ class GenerationTiming:
         return _rate(self.batch_size * max(self.new_tokens - 1, 0), self.decode_seconds)
 
     def __str__(self) -> str:
+        prepared = f"preparation: {self.prepare_seconds:.3f} s; " if self.prepare_seconds else ""
         return (
-            f"prefill: {self.batch_size} x {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, "
+            f"{prepared}prefill: {self.batch_size} x {self.prompt_tokens} tokens in {self.prefill_seconds:.3f} s, "
             f"{self.prefill_tokens_per_second:,.1f} tokens/s; "
             f"decode: {self.batch_size} x {max(self.new_tokens - 1, 0)} tokens in {self.decode_seconds:.3f} s, "
             f"{self.decode_tokens_per_second:,.1f} tokens/s"
@@ -109,10 +125,33 @@ def prompt_spans(
     return first, lengths
 
 
+NAN_LOGITS = "the model's logits are NaN, so that there is nothing to sample from: its weights are damaged, or the run diverged"
+
+
+def is_greedy(config: GenerationConfig) -> bool:
+    return not config.do_sample or config.temperature == 0
+
+
+def sample_token(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """
+    Draw the next token as :func:`olmo_core.generate.sampling.select_next_token` does, with the arithmetic in FP32 (in BF16
+    the cumulative probability of top-p has steps of 0.004), and without a look at the device: NaN gives any token.
+
+    :param logits: ``[B, V]``.
+
+    :returns: ``[B]``, int64.
+    """
+    logits = logits.float() / config.temperature
+    logits = top_p_filtering(top_k_filtering(logits, config.top_k), config.top_p)
+    probabilities = logits.softmax(dim=-1)
+    # What torch.multinomial does for one sample, which also asks the device whether it has probabilities.
+    noise = torch.empty_like(probabilities).exponential_(1)
+    return (probabilities / noise).argmax(dim=-1)
+
+
 def select_token(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """
-    Choose the next token as :func:`olmo_core.generate.sampling.select_next_token` does, with the arithmetic in FP32 (in
-    BF16 the cumulative probability of top-p has steps of 0.004) and one look at the device instead of one for each row.
+    The most likely next token, or one drawn by :func:`sample_token`, as the config says.
 
     :param logits: ``[B, V]``.
 
@@ -120,16 +159,44 @@ def select_token(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor
 
     :raises NaNLogitsError: If there is a NaN to sample from (greedy choice takes it for the largest logit).
     """
-    if not config.do_sample or config.temperature == 0:
-        return greedy_selection(logits)
-    if bool(logits.isnan().any()):
-        raise NaNLogitsError(
-            "the model's logits are NaN, so that there is nothing to sample from: its weights are damaged, or the run "
-            "diverged"
-        )
-    logits = logits.float() / config.temperature
-    logits = top_p_filtering(top_k_filtering(logits, config.top_k), config.top_p)
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(-1)
+    if not is_greedy(config) and bool(logits.isnan().any()):
+        raise NaNLogitsError(NAN_LOGITS)
+    return choose(logits, config)
+
+
+def choose(logits: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """:func:`select_token` without a look at the device: NaN gives any token."""
+    return greedy_selection(logits) if is_greedy(config) else sample_token(logits, config)
+
+
+class _Ready:
+    """
+    Tokens and booleans of the device on their way to the host, which reads them later without waiting for what it started
+    since.
+
+    :param tokens: ``[B]``, int64.
+    """
+
+    def __init__(self, tokens: torch.Tensor, *flags: torch.Tensor):
+        n = tokens.shape[0]
+        values = torch.cat([tokens, torch.stack([f.reshape(()) for f in flags]).to(tokens.dtype)])
+        self.tokens = values[:n]
+        """A copy of ``tokens``."""
+        self._host = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """The tokens and the booleans."""
+        if self._event is not None:
+            self._event.synchronize()
+        n = self.tokens.shape[0]
+        values = self._host.tolist()
+        return values[:n], [bool(v) for v in values[n:]]
 
 
 class DepthGenerationModule(TransformerGenerationModule):
@@ -149,6 +216,7 @@ class DepthGenerationModule(TransformerGenerationModule):
         install_kv_cache(model)
         super().__init__(model, generation_config, **kwargs)
         self.last_timing = None
+        self._session: InferenceSession | None = None
 
     @classmethod
     def from_model(
@@ -169,7 +237,13 @@ class DepthGenerationModule(TransformerGenerationModule):
         module.load_key_mapping = None
         module._generation_config = generation_config
         module.last_timing = None
+        module._session = None
         return module
+
+    def free_inference_cache(self) -> None:
+        """Take the cache out of the model, and free it and its CUDA graph, which the next generation might have used."""
+        self._session = None
+        super().free_inference_cache()
 
     @torch.inference_mode()
     def model_forward(self, input_ids: torch.Tensor, **kwargs):
@@ -180,7 +254,7 @@ class DepthGenerationModule(TransformerGenerationModule):
 
         :returns: Logits ``[B, T, V]``.
         """
-        self.free_inference_cache()
+        super().free_inference_cache()
         return super().model_forward(input_ids, **kwargs)
 
     @torch.inference_mode()
@@ -189,19 +263,27 @@ class DepthGenerationModule(TransformerGenerationModule):
         input_ids: torch.Tensor,
         *,
         attention_mask: torch.Tensor | None = None,
+        return_logits: bool = True,
         return_logprobs: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK,
+        cuda_graph: bool | None = None,
         **generation_kwargs,
     ) -> Generator[GenerationStep, None, None]:
         """
-        Generate token by token until every row has ended or the length is reached.
+        Generate token by token until every row has ended or the length is reached. On a GPU the step after the one that is
+        given has been started already.
 
         :param input_ids: ``[B, T]``, int64.
         :param attention_mask: ``[B, T]``, 1 for tokens and 0 for padding on the left, right or both; ``None`` for no
             padding. Every row continues as it would alone.
+        :param return_logits: Give each step's logits.
         :param return_logprobs: Compute log-probabilities.
+        :param prefill_chunk: Tokens of each row in one pass over the prompt.
+        :param cuda_graph: Replay decode steps as a CUDA graph. ``None``: on a GPU, unless the new tokens are very few.
         :param generation_kwargs: Overrides of the :class:`GenerationConfig`.
 
         :raises OLMoConfigurationError: If ``use_cache`` is on and there is no limit on the length.
+        :raises NaNLogitsError: If there is a NaN to sample from.
         """
         config = self._generation_config.replace(**generation_kwargs)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
@@ -220,71 +302,178 @@ class DepthGenerationModule(TransformerGenerationModule):
             raise OLMoConfigurationError(
                 "a KV cache is allocated for a known length: set max_new_tokens or max_length, or use_cache=False"
             )
+        in_session = config.use_cache and supports_session(self.model)
 
-        # Where the logits of the last token are, and the padding that the cache must know of.
-        last: int | torch.Tensor = 1
-        leftpad: torch.Tensor | None = None
         lengths: torch.Tensor | None = None
+        leftpad: torch.Tensor | None = None
         if attention_mask is not None:
             first, lengths = prompt_spans(
                 move_to_device(attention_mask, self.device), input_ids.shape
             )
             if bool((lengths == prompt_len).all()):
                 lengths = None
-            elif config.use_cache:
+            elif config.use_cache and not in_session:
                 self._assert_cache_takes_padding()
                 leftpad = (prompt_len - lengths).int()
                 input_ids = _roll(input_ids, prompt_len - lengths - first)
             else:
                 # Causal attention does not see padding on the right.
                 input_ids = _roll(input_ids, -first)
-                last = lengths.unsqueeze(1) - 1
 
-        # Not from a cached value: someone may have put the model into training mode since.
-        self._model_mode = None
+        # Not from the base class's cached value: someone may have put the model into training mode since. Only where needed:
+        # a backend may prepare its copy of the weights anew.
+        self._model_mode = None if any(m.training for m in self.model.modules()) else "eval"
         self._set_model_mode("eval")
         timing = self.last_timing = GenerationTiming(batch_size, prompt_len)
         if limit is not None and limit <= 0:
             return
+        if in_session:
+            assert limit is not None
+            session = self._session_for(batch_size, prompt_len + limit, limit, config, cuda_graph)
+            timing.prepare_seconds = session.prepare_seconds
+            steps = self._session_steps(session, input_ids, lengths, limit, config, prefill_chunk)
+        else:
+            steps = self._plain_steps(input_ids, lengths, leftpad, limit, config)
+
+        ahead = STEPS_AHEAD.get(self.device.type, 0) if in_session else 0
+        queue: deque[tuple[_Ready, torch.Tensor | None, torch.Tensor | None]] = deque()
+        started = perf_counter()
+        first_token = started
+        try:
+            while True:
+                while len(queue) <= ahead and (found := next(steps, None)) is not None:
+                    tokens, logits, all_finished = found
+                    flags = [all_finished]
+                    if not is_greedy(config):
+                        flags.append(logits.isnan().any())
+                    logprobs = None
+                    if return_logprobs:
+                        logprobs = logits[:, -1].float().log_softmax(dim=-1)
+                        logprobs = logprobs.gather(1, tokens.unsqueeze(1))
+                    kept = None
+                    if return_logits:
+                        # A session's buffers belong to its next step.
+                        kept = logits.clone() if in_session else logits
+                    queue.append((_Ready(tokens, *flags), kept, logprobs))
+                if not queue:
+                    return
+                ready, kept, logprobs = queue.popleft()
+                token_ids, (ended, *nan) = ready.read()
+                if any(nan):
+                    raise NaNLogitsError(NAN_LOGITS)
+                now = perf_counter()
+                if timing.new_tokens == 0:
+                    first_token = now
+                    timing.prefill_seconds = now - started
+                timing.decode_seconds = now - first_token
+                if in_session:
+                    timing.cuda_graph = session.captured
+                timing.new_tokens += 1
+                yield GenerationStep(ready.tokens, token_ids, kept, logprobs)
+                if ended:
+                    return
+        finally:
+            steps.close()
+            # A cache left in place would swallow the next plain forward pass of the model.
+            super().free_inference_cache()
+
+    def _session_for(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        limit: int,
+        config: GenerationConfig,
+        cuda_graph: bool | None,
+    ) -> InferenceSession:
+        """The session of the last generation if it fits, otherwise a new one."""
+        n_stop = 1 + len(config.stop_token_ids or [])
+        if cuda_graph is None and limit >= MIN_GRAPH_TOKENS:
+            cuda_graph = True
+        session = self._session
+        if session is not None and session.fits(
+            batch_size, max_seq_len, is_greedy(config), n_stop, cuda_graph
+        ):
+            session.prepare_seconds = 0.0
+            session.clear()
+            return session
+        session = self._session = None  # its memory, before the next one needs it
+        self._session = InferenceSession(
+            self.model,
+            batch_size,
+            -(-max_seq_len // SESSION_MULTIPLE) * SESSION_MULTIPLE,
+            greedy=is_greedy(config),
+            cuda_graph=bool(cuda_graph),
+            n_stop_tokens=n_stop,
+        )
+        return self._session
+
+    def _session_steps(
+        self,
+        session: InferenceSession,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        limit: int,
+        config: GenerationConfig,
+        prefill_chunk: int,
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor], None, None]:
+        """
+        :param input_ids: ``[B, T]``, padding on the right.
+
+        :returns: For every step the tokens ``[B]``, the logits ``[B, 1, V]`` and whether all rows have ended.
+        """
+        with session.attached():
+            session.begin(config.eos_token_id, list(config.stop_token_ids or []))
+            logits = session.prefill(input_ids, lengths, chunk=prefill_chunk)
+            for i in range(limit):
+                if i > 0:
+                    logits = session.step()
+                if i == 0 or not session.greedy:
+                    session.accept(choose(logits[:, -1], config))
+                yield session.tokens, logits, session.all_finished
+
+    def _plain_steps(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        leftpad: torch.Tensor | None,
+        limit: int | None,
+        config: GenerationConfig,
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor], None, None]:
+        """
+        The same without a cache, or with upstream's.
+
+        :param lengths: Without a cache, the tokens of each row; padding is on the right.
+        :param leftpad: With one, the padding on the left of each row.
+        """
+        batch_size, prompt_len = input_ids.shape
         stop_tokens = torch.tensor(
             [config.eos_token_id, *(config.stop_token_ids or [])], device=self.device
         )
         finished = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+        # Where the logits of the last token are.
+        last: int | torch.Tensor = 1
+        if lengths is not None and leftpad is None:
+            last = lengths.unsqueeze(1) - 1
+        if config.use_cache:
+            assert limit is not None
+            self.prepare_inference_cache(batch_size, prompt_len + limit)
+        else:
+            super().free_inference_cache()
         tokens: torch.Tensor | None = None
-        try:
-            if config.use_cache:
-                self.prepare_inference_cache(batch_size, prompt_len + (limit or 0))
+        n = 0
+        while limit is None or n < limit:
+            if tokens is None:
+                logits = self.model(input_ids, logits_to_keep=last, cache_leftpad=leftpad)
+            elif config.use_cache:
+                logits = self.model(tokens.unsqueeze(1), logits_to_keep=1)
             else:
-                self.free_inference_cache()
-            while limit is None or timing.new_tokens < limit:
-                start = perf_counter()
-                if tokens is None:
-                    logits = self.model(input_ids, logits_to_keep=last, cache_leftpad=leftpad)
-                elif config.use_cache:
-                    logits = self.model(tokens.unsqueeze(1), logits_to_keep=1)
-                else:
-                    input_ids, last = _append(input_ids, last, tokens)
-                    logits = self.model(input_ids, logits_to_keep=last)
-                sampled = select_token(logits[:, -1], config)
-                logprobs = None
-                if return_logprobs:
-                    logprobs = logits[:, -1].float().log_softmax(dim=-1)
-                    logprobs = logprobs.gather(1, sampled.unsqueeze(1))
-                tokens = torch.where(finished, config.eos_token_id, sampled)
-                finished = finished | torch.isin(tokens, stop_tokens)
-                all_finished = bool(finished.all())  # known only when the device is done
-                elapsed = perf_counter() - start
-                if timing.new_tokens == 0:
-                    timing.prefill_seconds = elapsed
-                else:
-                    timing.decode_seconds += elapsed
-                timing.new_tokens += 1
-                yield GenerationStep(tokens, logits, logprobs)
-                if all_finished:
-                    return
-        finally:
-            # A cache left in place would swallow the next plain forward pass of the model.
-            self.free_inference_cache()
+                input_ids, last = _append(input_ids, last, tokens)
+                logits = self.model(input_ids, logits_to_keep=last)
+            sampled = choose(logits[:, -1], config)
+            tokens = torch.where(finished, config.eos_token_id, sampled)
+            finished = finished | torch.isin(tokens, stop_tokens)
+            n += 1
+            yield tokens, logits, finished.all()
 
     def _assert_cache_takes_padding(self) -> None:
         for block in self.model.blocks.values():
@@ -319,11 +508,12 @@ class DepthGenerationModule(TransformerGenerationModule):
         for step in self.stream(
             input_ids,
             attention_mask=attention_mask,
+            return_logits=return_logits,
             return_logprobs=return_logprobs,
             **generation_kwargs,
         ):
             columns.append(step.tokens.unsqueeze(1))
-            if return_logits:
+            if step.logits is not None:
                 all_logits.append(step.logits)
             if step.logprobs is not None:
                 all_logprobs.append(step.logprobs)

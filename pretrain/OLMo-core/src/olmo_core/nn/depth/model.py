@@ -79,6 +79,8 @@ class DepthTransformer(Transformer):
             eps=eps,
             init_device=init_device,
         )
+        for boundary in self.boundaries():
+            boundary.owns_state = True
         install_kv_cache(self)
         self.metrics_interval = 0
         """Measure the depth connection on one sequence every this many training steps; 0 never does."""

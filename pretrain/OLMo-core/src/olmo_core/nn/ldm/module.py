@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 
+from olmo_core.exceptions import OLMoConfigurationError
 from olmo_core.nn.depth import connection
 from olmo_core.nn.depth.connection import DepthBackend, DepthBoundary, State
 from olmo_core.nn.transformer.init import _apply_init
 
-from .backends import fast, flexible
+from .backends import fast, fast_inference, flexible
+from .backends.fast import launch_table
+from .backends.fast_inference import packing
 from .backends.flexible.options import BoundaryOptions
 from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
 BLOCK_START = {"two_sigmoid": (3.0, -3.0), "softmax": (1.5, -1.5), "none": (2.0, 0.0)}
 """Key biases of a boundary's own and of the other slots at the start, with ``key_start=block``."""
-KERNELS = (DepthBackend.fast, DepthBackend.flexible)
-"""The backends with kernels of their own; the fast one has the flexible one's boundary 0."""
+KERNELS = (DepthBackend.fast, DepthBackend.fast_inference, DepthBackend.flexible)
+"""The backends with kernels of their own; the fast ones have the flexible one's boundary 0."""
 FORGET_RATES = {"narrow": (1e-4, 1e-2), "wide": (1e-3, 1.0)}
 """The first and last forget rate ``softplus(b)`` of the slots at the start, log-spaced, by ``forget_start``."""
 SCALAR_FORGET_RATE = 1e-3
@@ -32,7 +35,8 @@ class LDMBoundary(DepthBoundary):
     """
     Forget, write, query, read, norm. The state is ``(S, *rest)`` with ``S`` ``[B, T, K, D]`` and in ``rest``, in this
     order and each ``[B, T, D]``: the sublayer's input (``key_source=input``), the residual stream
-    (``residual=kept``), and attention's output that waits for the block's end (``write_every=block``).
+    (``residual=kept``), and attention's output that waits for the block's end (``write_every=block``). In a window of the
+    ``fast`` backend it is as :func:`.backends.fast.ops.window_boundary` says.
     """
 
     def __init__(
@@ -81,7 +85,10 @@ class LDMBoundary(DepthBoundary):
                 if config.update == "delta":
                     self.w_beta = parameter(d)
                     self.b_beta = parameter(1)
+        self.window = launch_table.window(d, K, config.window)
         self.options_code = BoundaryOptions.of(config, self.writes).code
+        self.infers_fast = False
+        """Whether the fast_inference backend runs where there are no gradients."""
         if init_device != "meta":
             self.reset_parameters()
 
@@ -191,7 +198,37 @@ class LDMBoundary(DepthBoundary):
                 interpreter=self.backend == DepthBackend.flexible,
             ),
             DepthBackend.reference: lambda: None,
+            # Last: auto takes it beside one that can train; see select_backend.
+            DepthBackend.fast_inference: lambda: self._inference_unavailable(device, dtype),
         }
+
+    def _inference_unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        by_name = self.backend == DepthBackend.fast_inference
+        return fast_inference.unavailable(device, dtype, self.d_model, self.config, by_name=by_name)
+
+    def select_backend(self, device: torch.device, dtype: torch.dtype) -> DepthBackend:
+        selected = super().select_backend(device, dtype)
+        self.infers_fast = selected == DepthBackend.fast_inference
+        if self.backend == DepthBackend.auto and selected in KERNELS:
+            reason = self._inference_unavailable(device, dtype)
+            self.infers_fast = reason is None
+            name = f"{type(self).__name__} in evaluation: "
+            connection.log_once(
+                f"{name}backend 'fast_inference'"
+                if reason is None
+                else f"{name}backend '{selected}' (not 'fast_inference': {reason})"
+            )
+        return selected
+
+    @property
+    def inference_backend(self) -> DepthBackend | None:
+        return DepthBackend.fast_inference if self.infers_fast else self.selected_backend
+
+    def train(self, mode: bool = True) -> "LDMBoundary":
+        # Weights loaded through .data have the version of those before.
+        if self.b_query is not None:
+            packing.forget(self.b_query)
+        return super().train(mode)
 
     def forward(
         self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
@@ -206,9 +243,26 @@ class LDMBoundary(DepthBoundary):
     ) -> tuple[State, torch.Tensor]:
         if self.selected_backend not in KERNELS:
             return super().run_backend(state, y, norm_weight)
+        by_name = self.selected_backend == DepthBackend.fast_inference
+        if self.infers_fast and not torch.is_grad_enabled() and (by_name or not self.training):
+            return self._infer(state, y, norm_weight)
+        if by_name:
+            raise OLMoConfigurationError(
+                "LDM's backend 'fast_inference' has no gradients: call the model under torch.no_grad(), or choose 'auto'"
+            )
         if self.selected_backend == DepthBackend.fast and not self.is_first:
             from .backends.fast import ops as fast_ops
 
+            if self.window > 1:
+                return fast_ops.window_boundary(
+                    state,
+                    y,
+                    self.ldm_parameters,
+                    self.options_code,
+                    norm_weight,
+                    self.eps,
+                    self.window,
+                )
             new_memory, x = fast_ops.boundary(
                 state[0], y, self.ldm_parameters, self.options_code, norm_weight, self.eps
             )
@@ -246,3 +300,23 @@ class LDMBoundary(DepthBoundary):
         if keeps_input:
             rest.insert(0, x)
         return (memory, *rest), x
+
+    def _infer(
+        self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
+    ) -> tuple[State, torch.Tensor]:
+        from .backends.fast_inference import ops
+
+        if self.is_first:
+            assert self.key_0 is not None
+            memory, x = ops.first_boundary(y, self.key_0, norm_weight, self.eps)
+        else:
+            memory, x = ops.boundary(
+                state[0],
+                y,
+                self.ldm_parameters,
+                self.options_code,
+                norm_weight,
+                self.eps,
+                in_place=self.owns_state,
+            )
+        return (memory,), x

@@ -37,14 +37,10 @@ def refused_option(config: "LDMConfig") -> str | None:
     return None
 
 
-def unavailable(
-    device: torch.device, dtype: torch.dtype, d_model: int, config: "LDMConfig", *, by_name: bool
+def refused(
+    device: torch.device, dtype: torch.dtype, d_model: int, config: "LDMConfig"
 ) -> str | None:
-    """
-    Why the backend cannot run for these, as one clause; ``None`` if it can.
-
-    :param by_name: Whether it was asked for by its name: ``auto`` takes only shapes that were timed on the GPU.
-    """
+    """Why there can be no kernels for these, on disk or not, as one clause; ``None`` if there can."""
     reason = refused_option(config)
     if reason is not None:
         return reason
@@ -60,18 +56,43 @@ def unavailable(
             f"of 64 columns, not {d_model}"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    architecture = cache.ARCHITECTURES.get(major)
-    if architecture is None:
+    if major not in cache.ARCHITECTURES:
         return (
             f"it needs NVIDIA Hopper or Blackwell (compute capability 9 or 10), got {major}.{minor}"
         )
     if find_spec("triton") is None:
         return "triton is not installed"
+    return None
+
+
+def unavailable(
+    device: torch.device, dtype: torch.dtype, d_model: int, config: "LDMConfig", *, by_name: bool
+) -> str | None:
+    """
+    Why the backend cannot run for these, as one clause; ``None`` if it can.
+
+    :param by_name: Whether it was asked for by its name: ``auto`` takes only shapes that were timed on the GPU.
+    """
+    reason = refused(device, dtype, d_model, config)
+    if reason is not None:
+        return reason
+    architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
+    window = launch_table.window(d_model, config.d_k, config.window)
+    if by_name and window != config.window:
+        return (
+            f"its kernels have no window of {config.window} boundaries for d_k {config.d_k}: it takes up to "
+            f"{launch_table.MAX_WINDOW[config.d_k]}"
+        )
     if not by_name and not launch_table.timed(architecture, d_model, config.d_k):
         return f"d_model {d_model} with d_k {config.d_k} was not timed on {architecture}"
     if cache.dsl_version() is None:
         specs = launch_table.specs(
-            architecture, d_model, config.d_k, str(config.key_activation), str(config.forget)
+            architecture,
+            d_model,
+            config.d_k,
+            str(config.key_activation),
+            str(config.forget),
+            window,
         )
         if not all(cache.has(s, architecture) for s in specs):
             return "nvidia-cutlass-dsl (the extra 'cute') is not installed and no compiled kernels were found"

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
-from .layout import Spec
+from . import layout
 
 DSL_VERSION = "4.8.1"
 """The version of ``nvidia-cutlass-dsl`` that the kernels are written for."""
@@ -27,9 +29,23 @@ PLACES = "DEPTH_MEMORY_KERNELS"
 """The environment variable with the cache's places, separated as in ``PATH``; kernels are written to the first."""
 ARCHITECTURES = {9: "sm_90a", 10: "sm_100f"}
 """By the major compute capability. ``f`` is Blackwell's family: B200 and B300."""
-SOURCES = ("kernels.py", "layout.py", "ptx.py")
+SOURCES = ("kernels.py", "layout.py", "pieces.py", "ptx.py")
+"""What the kernels of this folder are made of."""
 
 _COMPILING = threading.Lock()
+
+
+class Spec(Protocol):
+    """
+    One kernel: of this backend (:class:`.layout.Spec`) or of another one. That names its sources, relative to its own folder, as
+    ``sources`` and makes the DSL's object by ``kernel()``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -49,10 +65,10 @@ def dsl_version() -> str | None:
 
 
 @cache
-def fingerprint() -> str:
+def fingerprint(folder: Path = Path(__file__).parent, sources: tuple[str, ...] = SOURCES) -> str:
     digest = hashlib.sha256((dsl_version() or DSL_VERSION).encode())
-    for name in SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for name in sources:
+        digest.update((folder / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -64,14 +80,19 @@ def places() -> list[Path]:
     return [Path(home) / "depth-memory" / "kernels"]
 
 
-def _folder(place: Path, architecture: str) -> Path:
-    return place / f"{fingerprint()}-{architecture}"
+def _folder(place: Path, spec: Spec, architecture: str) -> Path:
+    sources = getattr(spec, "sources", None)
+    if sources is None:
+        return place / f"{fingerprint()}-{architecture}"
+    module = sys.modules[type(spec).__module__]
+    assert module.__file__ is not None
+    return place / f"{fingerprint(Path(module.__file__).parent, sources)}-{architecture}"
 
 
 def find(spec: Spec, architecture: str) -> Code | None:
     """The kernel from disk; ``None`` if no place has it whole."""
     for place in places():
-        folder = _folder(place, architecture)
+        folder = _folder(place, spec, architecture)
         try:
             record = json.loads((folder / f"{spec.name}.json").read_text())
             cubin = (folder / f"{spec.name}.cubin").read_bytes()
@@ -83,7 +104,7 @@ def find(spec: Spec, architecture: str) -> Code | None:
 
 
 def has_at(spec: Spec, architecture: str, place: Path) -> bool:
-    return (_folder(place, architecture) / f"{spec.name}.json").is_file()
+    return (_folder(place, spec, architecture) / f"{spec.name}.json").is_file()
 
 
 def has(spec: Spec, architecture: str) -> bool:
@@ -98,7 +119,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def store(spec: Spec, architecture: str, code: Code, place: Path) -> None:
-    folder = _folder(place, architecture)
+    folder = _folder(place, spec, architecture)
     _write(folder / f"{spec.name}.cubin", code.cubin)
     record = {
         "entry": code.entry,
@@ -121,12 +142,19 @@ def build(spec: Spec, architecture: str) -> tuple[Code, str]:
     from . import kernels
 
     types = {"p": lambda: Int64(0), "i": lambda: Int32(1), "f": lambda: Float32(0)}
-    kernel = {
-        "forward": kernels.Forward,
-        "backward": kernels.Backward,
-        "finish": kernels.Finish,
-    }[spec.direction](spec)
-    arguments = [types[t]() for t in spec.arguments]
+    arguments: list[Any] = [types[t]() for t in spec.arguments]
+    kernel: Any
+    if isinstance(spec, layout.Spec):
+        kernel = {
+            "forward": kernels.Forward,
+            "backward": kernels.Backward,
+            "finish": kernels.Finish,
+        }[spec.direction](spec)
+        first, n = spec.window_arguments
+        if n:
+            arguments[first : first + n] = [tuple(arguments[first : first + n])]
+    else:
+        kernel = spec.kernel()  # type: ignore[attr-defined]
     # The compiler is not safe for threads.
     with _COMPILING, tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch {architecture} --keep-ptx --keep-cubin --dump-dir={folder}"

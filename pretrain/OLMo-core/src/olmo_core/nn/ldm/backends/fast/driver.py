@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+PORTABLE_CLUSTER = 8
+"""The largest cluster that every device takes."""
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _TYPES: dict[str, Any] = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
@@ -87,6 +91,11 @@ class Kernel:
                 driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_BYTES, shared_bytes),
                 f"giving {entry} {shared_bytes} bytes of shared memory",
             )
+            if cluster > PORTABLE_CLUSTER:
+                _check(
+                    driver.cuFuncSetAttribute(self._function, _LARGE_CLUSTERS, 1),
+                    f"allowing {entry} clusters of {cluster} blocks",
+                )
         fields = tuple((f"a{i}", _TYPES[t]) for i, t in enumerate(arguments))
         structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
         self._names = tuple(name for name, _ in fields)
@@ -94,15 +103,18 @@ class Kernel:
         base = ctypes.addressof(self._values)
         offsets = [getattr(structure, name).offset for name in self._names]
         self._pointers = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
-        attribute = _Attribute(id=_CLUSTER_DIMENSION, x=cluster, y=1, z=1)
-        self._attributes = (_Attribute * 1)(attribute)
+        attributes = [_Attribute(id=_OVERLAP, x=1)]
+        if cluster > 1:
+            attributes.insert(0, _Attribute(id=_CLUSTER_DIMENSION, x=cluster, y=1, z=1))
+        self._attributes = (_Attribute * len(attributes))(*attributes)
+        self._n_attributes = len(attributes) - 1
         self._config = _Config(
             (1, 1, 1),
             (threads, 1, 1),
             shared_bytes,
             None,
             self._attributes,
-            1 if cluster > 1 else 0,
+            self._n_attributes,
         )
         self._lock = threading.Lock()
 
@@ -112,6 +124,7 @@ class Kernel:
         if self.cluster == 1:
             return torch.cuda.get_device_properties(self.device).multi_processor_count
         self._config.grid[0] = self.cluster
+        self._config.n_attributes = self._n_attributes
         with torch.cuda.device(self.device):
             status = _driver().cuOccupancyMaxActiveClusters(
                 ctypes.byref(n), self._function, ctypes.byref(self._config)
@@ -119,12 +132,14 @@ class Kernel:
         _check(status, "asking for the number of clusters")
         return n.value
 
-    def __call__(self, blocks: int, *values: Any) -> None:
+    def __call__(self, blocks: int, *values: Any, overlap: bool = False) -> None:
         """
         Launch on torch's current stream of the device.
 
         :param blocks: A multiple of the cluster.
         :param values: The arguments, addresses by ``data_ptr()``.
+        :param overlap: The kernel may start while the one before it in the stream ends: it must wait by itself
+            (``griddepcontrol.wait``) before it touches what others write or read.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         # One set of arguments for each kernel: the driver has copied them when it returns.
@@ -134,6 +149,7 @@ class Kernel:
                 setattr(arguments, name, value)
             self._config.grid[0] = blocks
             self._config.stream = stream
+            self._config.n_attributes = self._n_attributes + overlap
             launch = (ctypes.byref(self._config), self._function, self._pointers, None)
             status = self._launch(*launch)
             if status == _INVALID_CONTEXT:

@@ -5,6 +5,7 @@ The CuTe DSL kernels of the ``fast`` backend; ``DESIGN.md`` tells how they work.
 Names: ``K`` slots, ``g`` and ``c`` the row group (lane / 4) and the column group (lane % 4) of a lane in an ``mma`` fragment.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import cutlass
@@ -13,57 +14,18 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from . import ptx
 from .layout import MAIN_WARPS, Spec
-
-
-def zeros() -> list:
-    return [Float32(0.0)] * 4
-
-
-def sum_over(value, n: int):
-    """The sum over each group of ``n`` lanes, in all of them."""
-    for i in range(n.bit_length() - 1):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset=n >> (i + 1))
-    return value
-
-
-def max_over(value, n: int):
-    for i in range(n.bit_length() - 1):
-        value = ptx.maximum(value, cute.arch.shuffle_sync_bfly(value, offset=n >> (i + 1)))
-    return value
-
-
-def spread(value, n: int) -> list:
-    """The values of lanes 0 .. n - 1, in all lanes."""
-    return [cute.arch.shuffle_sync(value, offset=i) for i in range(n)]
-
-
-def dot(u, v):
-    out = u[0] * v[0]
-    for a, b in zip(u[1:], v[1:], strict=True):
-        out = out + a * b
-    return out
-
-
-def load_row(address, n: int) -> list:
-    """``n`` floats from shared memory."""
-    return [v for i in range(n // 4) for v in ptx.load_shared_float_4(address + 16 * i)]
-
-
-def load_pairs(address):
-    """8 columns of BF16 from shared memory as FP32."""
-    return [f for r in ptx.load_shared_4(address) for f in ptx.unpack(r)]
-
-
-def pack_pairs(values):
-    return [ptx.pack(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
-
-
-def split(value):
-    """Two numbers as BF16 pairs: the high parts and what they leave."""
-    a, b = value
-    high = ptx.pack(a, b)
-    ha, hb = ptx.unpack(high)
-    return high, ptx.pack(a - ha, b - hb)
+from .pieces import (
+    dot,
+    load_pairs,
+    load_row,
+    max_over,
+    pack_pairs,
+    split,
+    spread,
+    sum_over,
+    where_both,
+    zeros,
+)
 
 
 class Kernel:
@@ -77,11 +39,15 @@ class Kernel:
         self.spec = spec
         self.shared = spec.shared
         self.barriers = spec.barriers
-        self.n_steps = -(-spec.columns // (32 * MAIN_WARPS))
-        self.whole_steps = spec.columns % (32 * MAIN_WARPS) == 0
+        self.n_steps = -(-spec.columns // (32 * spec.product_warps))
+        self.whole_steps = spec.columns % (32 * spec.product_warps) == 0
+        self.first_dots_warp = MAIN_WARPS + 1 + spec.coefficient_warps
         # Memory tiles of 8 rows: one token at K = 8, two at K = 4, half of one at K = 16.
         self.memory_tiles = spec.tokens * spec.d_k // 8
         assert spec.d_k in (4, 8, 16) and self.memory_tiles * 8 == spec.tokens * spec.d_k
+        assert spec.output_tiles * spec.output_tokens == spec.tokens
+        # The memory rows of a tile and the outputs of their tokens are one fragment.
+        assert spec.output_tokens * spec.d_k >= 8
 
     @cute.jit
     def initialise(self, base, packed, thread, rank):
@@ -92,10 +58,10 @@ class Kernel:
             for i in range_constexpr(s.stages):
                 ptx.barrier_init(base + b["full"] + 8 * i, 1)
                 ptx.barrier_init(base + b["empty"] + 8 * i, MAIN_WARPS)
-            ptx.barrier_init(base + b["partial_full"], MAIN_WARPS)
-            ptx.barrier_init(base + b["partial_empty"], s.coefficient_warps)
-            for i in range_constexpr(2):
+            for i in range_constexpr(s.coefficient_buffers):
                 ptx.barrier_init(base + b["coefficients_full"] + 8 * i, s.coefficient_warps)
+            ptx.barrier_init(base + b["partial_full"], s.product_warps)
+            ptx.barrier_init(base + b["partial_empty"], s.coefficient_warps)
             if cutlass.const_expr(s.cluster > 1):
                 for i in range_constexpr(2 * s.coefficient_warps):
                     ptx.barrier_init(base + b["exchange"] + 8 * i, 1)
@@ -110,7 +76,7 @@ class Kernel:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def load(self, base, sources, n_tokens, first_tile, step, n, rank, lane):
+    def load(self, base, sources, earlier, n_tokens, first_tile, step, n, rank, lane):
         """Bulk copies of whole rows, as many tiles ahead as the ring holds."""
         s = self.spec
         row_bytes = 2 * s.columns
@@ -138,11 +104,32 @@ class Kernel:
                     if cutlass.const_expr(s.memory_gradient):
                         if slot > s.d_k + 1:
                             source = sources[3] + 2 * (matrix + (slot - (s.d_k + 2)) * s.d)
+                for e in range_constexpr(s.earlier):
+                    if slot == s.first_earlier + e:
+                        source = earlier[e] + 2 * vector
                 ptx.copy_to_shared(tile + row * s.row_bytes, source, row_bytes, full)
+
+    @cute.jit
+    def take_registers(self, role: cutlass.Constexpr):
+        s = self.spec
+        if cutlass.const_expr(s.moves_registers):
+            if cutlass.const_expr(s.registers[role] > s.start_registers):
+                cute.arch.setmaxregister_increase(s.registers[role])
+            else:
+                cute.arch.setmaxregister_decrease(s.registers[role])
+
+    def coefficients_of(self, base, i, t):
+        """The coefficients of token ``t`` of this block's tile ``i``."""
+        s = self.spec
+        token = (i % s.coefficient_buffers) * s.tokens + t
+        return base + self.shared["coefficients"] + token * (4 * s.coefficient_floats)
+
+    def coefficients_barrier(self, base, i):
+        return base + self.barriers["coefficients_full"] + 8 * (i % self.spec.coefficient_buffers)
 
     def column(self, j: int, warp, lane):
         """The first of a lane's 8 columns in step ``j`` of a dot product: 32 columns for each warp."""
-        return (warp + MAIN_WARPS * j) * 32 + (lane % 4) * 8
+        return (warp + self.spec.product_warps * j) * 32 + (lane % 4) * 8
 
     def load_fragment(self, tile, token, row, mask):
         """8 columns of a row, as the fragments ``b`` of the two halves of a step."""
@@ -163,6 +150,59 @@ class Kernel:
             out.append(self.load_fragment(tile, token, first_row + row, mask))
         return out
 
+    def output_of(self, g):
+        """The token in a tile of outputs, and which of its outputs, of row ``g``; that may be none."""
+        return g // self.spec.output_stride, g % self.spec.output_stride
+
+    def is_output(self, g):
+        """Whether row ``g`` of a tile of outputs has one; ``None`` if all rows have: a predicate must not be a constant."""
+        s = self.spec
+        token, index = self.output_of(g)
+        full = s.output_tokens * s.output_stride == 8
+        return where_both(
+            None if full else token < s.output_tokens,
+            None if s.outputs == s.output_stride else index < s.outputs,
+        )
+
+    def same_token(self, a, b):
+        """Whether two tokens of a tile of outputs are the same; ``None`` if it has one token."""
+        return None if self.spec.output_stride == 8 else a == b
+
+    def load_outputs(self, tile, g, mask) -> list:
+        """One for each tile of outputs; rows without an output are copies."""
+        s = self.spec
+        token, index = self.output_of(g)
+        row = s.d_k
+        if s.earlier:
+            index = cutlass.min(index, Int32(s.earlier))
+            row = s.d_k + index + Int32(index > 0) * (s.first_earlier - s.d_k - 1)
+        first = token % s.output_tokens
+        return [
+            self.load_fragment(tile, v * s.output_tokens + first, row, mask)
+            for v in range(s.output_tiles)
+        ]
+
+    def outputs_of_memory(self, t: int) -> int:
+        """The tile of outputs that has those of memory tile ``t``."""
+        return t * 8 // self.spec.d_k // self.spec.output_tokens
+
+    def store_outputs(self, place, token, slot, values, name: str, g) -> None:
+        """
+        Products of the outputs, rows ``g`` of their tile, with two slots of ``token``: its own, ``[outputs, K]`` from ``name`` on.
+        """
+        s = self.spec
+        row_tile, index = self.output_of(g)
+        mine = where_both(self.is_output(g), self.same_token(row_tile, token % s.output_tokens))
+        ptx.store_shared_float_2(place(token, name, index * s.d_k + slot), values, predicate=mine)
+
+    def load_window(self, coefficients, token, slot) -> list:
+        """``D`` and ``c_1 ..`` of one slot of the memory as it was before."""
+        s = self.spec
+        if not s.earlier:
+            return []
+        here = coefficients + Int64(4) * (Int64(token) * (s.outputs * s.d_k) + slot)
+        return [ptx.load_global_float(here + 4 * s.d_k * e) for e in range(s.outputs)]
+
     @cute.jit
     def sum_partials(self, base, total, t, which, count, rank, lane):
         """The dot products of one token, summed over the warps and over the blocks of the cluster, in a fixed order."""
@@ -178,7 +218,7 @@ class Kernel:
                 ptx.barrier_expect(barrier, 4 * floats * (s.cluster - 1))
         for v in cutlass.range(lane, floats // 4, 32, unroll=1):
             sums = ptx.load_shared_float_4(partials + 16 * v)
-            for w in range_constexpr(1, MAIN_WARPS):
+            for w in range_constexpr(1, s.product_warps):
                 more = ptx.load_shared_float_4(partials + w * (4 * s.tokens * floats) + 16 * v)
                 sums = [a + b for a, b in zip(sums, more, strict=True)]
             if cutlass.const_expr(s.cluster == 1):
@@ -262,12 +302,13 @@ class Forward(Kernel):
         extra: Int64,
         memory_out: Int64,
         x: Int64,
+        window,
         n_tokens: Int32,
         eps: Float32,
         grid: Int32,
         stream,
     ):
-        self.kernel(memory, y, packed, saved, extra, memory_out, x, n_tokens, eps).launch(
+        self.kernel(memory, y, packed, saved, extra, memory_out, x, window, n_tokens, eps).launch(
             grid=[grid, 1, 1],
             block=[self.spec.threads, 1, 1],
             cluster=[self.spec.cluster, 1, 1],
@@ -286,6 +327,7 @@ class Forward(Kernel):
         extra: Int64,
         memory_out: Int64,
         x: Int64,
+        window,
         n_tokens: Int32,
         eps: Float32,
     ):
@@ -304,35 +346,63 @@ class Forward(Kernel):
 
         self.initialise(base, packed, thread, rank)
         if warp < MAIN_WARPS:
-            if cutlass.const_expr(s.moves_registers):
-                cute.arch.setmaxregister_increase(s.main_registers)
+            self.take_registers("main")
             self.main(base, packed, memory_out, x, n_tokens, first_tile, step, n, rank, warp, lane)
+        elif cutlass.const_expr(s.dots_warps == 0):
+            self.help(
+                base, memory, y, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank,
+                warp, lane,
+            )  # fmt: skip
+        elif warp >= self.first_dots_warp:
+            self.take_registers("dots")
+            self.products(base, packed, n, rank, warp - self.first_dots_warp, lane)
         else:
-            if cutlass.const_expr(s.moves_registers):
-                cute.arch.setmaxregister_decrease(s.helper_registers)
-            if warp == MAIN_WARPS:
-                self.load(base, (memory, y), n_tokens, first_tile, step, n, rank, lane)
-            else:
-                self.coefficients(
-                    base, packed, saved, extra, n_tokens, eps, first_tile, step, n, rank,
-                    warp - (MAIN_WARPS + 1), lane,
-                )  # fmt: skip
+            self.help(
+                base, memory, y, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank,
+                warp, lane,
+            )  # fmt: skip
         if cutlass.const_expr(s.cluster > 1):
             # A block's shared memory must outlive the last store of its peers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+    @cute.jit
+    def help(
+        self, base, memory, y, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank,
+        warp, lane,
+    ):  # fmt: skip
+        self.take_registers("helper")
+        if warp == MAIN_WARPS:
+            self.load(base, (memory, y), window[2:], n_tokens, first_tile, step, n, rank, lane)
+        else:
+            self.coefficients(
+                base, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank,
+                warp - (MAIN_WARPS + 1), lane,
+            )  # fmt: skip
+
     # Warps 0-7.
 
     @cute.jit
     def main(self, base, packed, memory_out, x, n_tokens, first_tile, step, n, rank, warp, lane):
+        if cutlass.const_expr(self.spec.dots_warps > 0):
+            for i in cutlass.range(n, unroll=1):
+                tile = first_tile + i * step
+                self.mix(base, memory_out, x, n_tokens, i, tile, rank, warp, lane)
+        else:
+            weights = self.load_weights(packed, rank, warp, lane)
+            for i in cutlass.range(n + 1, unroll=1):
+                if i < n:
+                    self.dots(base, weights, i, warp, lane)
+                if i > 0:
+                    tile = first_tile + (i - 1) * step
+                    self.mix(base, memory_out, x, n_tokens, i - 1, tile, rank, warp, lane)
+
+    @cute.jit
+    def products(self, base, packed, n, rank, warp, lane):
+        """The dot products, where they have warps of their own."""
         weights = self.load_weights(packed, rank, warp, lane)
-        for i in cutlass.range(n + 1, unroll=1):
-            if i < n:
-                self.dots(base, weights, i, warp, lane)
-            if i > 0:
-                tile = first_tile + (i - 1) * step
-                self.mix(base, memory_out, x, n_tokens, i - 1, tile, rank, warp, lane)
+        for i in cutlass.range(n, unroll=1):
+            self.dots(base, weights, i, warp, lane)
 
     def load_weights(self, packed, rank, warp, lane):
         """
@@ -395,8 +465,8 @@ class Forward(Kernel):
         gram = [zeros() for _ in range(self.memory_tiles)]
         query = [zeros() for _ in range(self.memory_tiles)]
         with_y = [zeros() for _ in range(s.tokens)]  # K = 16
-        maps = [zeros() for _ in range(3 if K == 16 else 2)]
-        norm = zeros()
+        maps = [[zeros() for _ in range(3 if K == 16 else 2)] for _ in range(s.output_tiles)]
+        norm = [zeros() for _ in range(s.output_tiles)]
         for j in range_constexpr(self.n_steps):
             column = self.column(j, warp, lane)
             mask = None
@@ -405,18 +475,18 @@ class Forward(Kernel):
                 column = column * Int32(inside)
                 mask = Uint32(0) - Uint32(Int32(inside))
 
-            ys = self.load_fragment(tile + 2 * column, g % s.tokens, K, mask)
+            outputs = self.load_outputs(tile + 2 * column, g, mask)
             memory = self.load_memory(tile + 2 * column, g, mask)
             w = weights[j]
             for h in range_constexpr(2):
                 p, q = 2 * h, 2 * h + 1
-                by = (ys[p], ys[q])
                 if cutlass.const_expr(K == 16):
+                    by = (outputs[0][p], outputs[0][q])
                     n = len(w) // 2
                     for m in range_constexpr(n):
                         slot = m + 3 - n
-                        maps[slot] = ptx.mma(w[2 * m][h], by, maps[slot])
-                        maps[slot] = ptx.mma(w[2 * m + 1][h], by, maps[slot])
+                        maps[0][slot] = ptx.mma(w[2 * m][h], by, maps[0][slot])
+                        maps[0][slot] = ptx.mma(w[2 * m + 1][h], by, maps[0][slot])
                     for t in range_constexpr(s.tokens):
                         low, high = memory[2 * t], memory[2 * t + 1]
                         rows = (low[p], high[p], low[q], high[q])
@@ -428,10 +498,9 @@ class Forward(Kernel):
                             query[m] = ptx.mma(w[-2][h], br, query[m])
                             query[m] = ptx.mma(w[-1][h], br, query[m])
                         with_y[t] = ptx.mma(rows, by, with_y[t])
-                    norm = ptx.mma((Uint32(0), ys[p], Uint32(0), ys[q]), by, norm)
                 else:
                     for t in range_constexpr(self.memory_tiles):
-                        r = memory[t]
+                        r, ys = memory[t], outputs[self.outputs_of_memory(t)]
                         br = (r[p], r[q])
                         gram[t] = ptx.mma((r[p], ys[p], r[q], ys[q]), br, gram[t])
                         if cutlass.const_expr(K == 8):
@@ -439,11 +508,15 @@ class Forward(Kernel):
                         else:
                             query[t] = ptx.mma(w[0][h], br, query[t])
                             query[t] = ptx.mma(w[1][h], br, query[t])
-                    maps[0] = ptx.mma(w[0][h], by, maps[0])
-                    maps[0] = ptx.mma(w[1][h], by, maps[0])
+                for v in range_constexpr(s.output_tiles):
+                    ys = outputs[v]
+                    by = (ys[p], ys[q])
+                    if cutlass.const_expr(K < 16):
+                        maps[v][0] = ptx.mma(w[0][h], by, maps[v][0])
+                        maps[v][0] = ptx.mma(w[1][h], by, maps[v][0])
                     if cutlass.const_expr(K == 8):
-                        maps[1] = ptx.mma(w[2][h], by, maps[1])
-                    norm = ptx.mma((Uint32(0), ys[p], Uint32(0), ys[q]), by, norm)
+                        maps[v][1] = ptx.mma(w[2][h], by, maps[v][1])
+                    norm[v] = ptx.mma((Uint32(0), ys[p], Uint32(0), ys[q]), by, norm[v])
 
         ptx.barrier_wait(base + self.barriers["partial_empty"], (i + 1) & 1)
         self.store_partials(base, gram, query, with_y, maps, norm, warp, g, c)
@@ -469,7 +542,7 @@ class Forward(Kernel):
                 ptx.store_shared_float_2(place(t, "gram", g * 8 + 2 * c), gram[t][:2])
                 both = [query[t][0] + query[t][2], query[t][1] + query[t][3]]
                 ptx.store_shared_float_2(place(t, "query", g * 8 + 2 * c), both)
-                ptx.store_shared_float_2(place(t, "memory", 2 * c), gram[t][2:], predicate=g == t)
+                self.store_outputs(place, t, 2 * c, gram[t][2:], "memory", g)
             elif K == 4:
                 token, slot = 2 * t + c // 2, (2 * c) % 4
                 ptx.store_shared_float_2(
@@ -480,9 +553,7 @@ class Forward(Kernel):
                 ptx.store_shared_float_2(
                     place(token, "query", g * 4 + slot), query[t][2:], predicate=g < 4
                 )
-                ptx.store_shared_float_2(
-                    place(token, "memory", slot), gram[t][2:], predicate=g == token
-                )
+                self.store_outputs(place, token, slot, gram[t][2:], "memory", g)
             else:
                 token, first = t // 2, 8 * (t % 2)
                 for name, values in (("gram", gram[t]), ("query", query[t])):
@@ -492,26 +563,40 @@ class Forward(Kernel):
                             values[2 * half : 2 * half + 2],
                         )
 
-        # Products with y: one column for each token.
-        for column in range(min(2, s.tokens)):
-            token = 2 * c + column
-            mine = token < s.tokens
+        # Products with the outputs: a column for each.
+        stride = s.output_stride
+        for v, column in product(range(s.output_tiles), range(2)):
+            if column >= s.output_tokens * stride:
+                continue
+            in_tile, index = self.output_of(2 * c + column)
+            token = v * s.output_tokens + in_tile
+            mine = self.is_output(2 * c + column)
+            first = where_both(mine, index == 0 if s.earlier else None)
+            of_query = 2 * K + index * K
+            # y is the first of a token's outputs, so it never is in an odd column unless it is the only one.
+            has_y = column == 0 or stride == 1
             if K == 8:
-                ptx.store_shared_float(place(token, "maps", g), maps[0][column], mine)
-                ptx.store_shared_float(place(token, "maps", 8 + g), maps[0][2 + column], mine)
-                both = maps[1][column] + maps[1][2 + column]
-                ptx.store_shared_float(place(token, "maps", 16 + g), both, mine)
+                if has_y:
+                    ptx.store_shared_float(place(token, "maps", g), maps[v][0][column], first)
+                    ptx.store_shared_float(
+                        place(token, "maps", 8 + g), maps[v][0][2 + column], first
+                    )
+                both = maps[v][1][column] + maps[v][1][2 + column]
+                ptx.store_shared_float(place(token, "maps", of_query + g), both, mine)
             elif K == 4:
-                ptx.store_shared_float(place(token, "maps", g), maps[0][column], mine)
+                if has_y:
+                    ptx.store_shared_float(place(token, "maps", g), maps[v][0][column], first)
                 ptx.store_shared_float(
-                    place(token, "maps", 8 + g), maps[0][2 + column], mine & (g < 4)
+                    place(token, "maps", of_query + g),
+                    maps[v][0][2 + column],
+                    where_both(mine, g < 4),
                 )
             else:
                 for m in range(3):
                     for half in range(2):
                         ptx.store_shared_float(
                             place(token, "maps", 16 * m + 8 * half + g),
-                            maps[m][2 * half + column],
+                            maps[v][m][2 * half + column],
                             mine,
                         )
                 for t in range(column, s.tokens, 2):
@@ -521,17 +606,28 @@ class Forward(Kernel):
                             with_y[t][2 * half + column],
                             token == t,
                         )
-            ptx.store_shared_float(place(token, "norm", 0), norm[2 + column], mine & (g == token))
+            row_tile, row = self.output_of(g)
+            mine = where_both(
+                where_both(mine, self.is_output(g)), self.same_token(row_tile, in_tile)
+            )
+            ptx.store_shared_float(
+                place(token, "norm", row * s.outputs + index), norm[v][2 + column], mine
+            )
 
     @cute.jit
     def mix(self, base, memory_out, x, n_tokens, i, tile_index, rank, warp, lane):
-        """``S' = a S + k y`` and ``x = gain * (sum_s w_s S_s + w_y y)``: 8 columns of one token for each lane."""
+        """
+        ``S' = a S + k y`` and ``x = gain * (sum_s w_s S_s + w_y y)``, in a window with all its outputs: 8 columns of one token for
+        each lane.
+        """
         s = self.spec
         K = s.d_k
         stage = i % s.stages
         tile = base + self.shared["ring"] + stage * s.tile_bytes
-        buffer = i & 1
-        ptx.barrier_wait(base + self.barriers["coefficients_full"] + 8 * buffer, (i // 2) & 1)
+        if cutlass.const_expr(s.dots_warps > 0):
+            # Other warps have waited for the copies; who reads them waits himself.
+            ptx.barrier_wait(base + self.barriers["full"] + 8 * stage, (i // s.stages) & 1)
+        ptx.barrier_wait(self.coefficients_barrier(base, i), (i // s.coefficient_buffers) & 1)
         chunks = -(-s.columns // 256)
         units = s.tokens * chunks
         for u in range_constexpr(-(-units // MAIN_WARPS)):
@@ -546,20 +642,33 @@ class Forward(Kernel):
                 valid = valid & (column < s.columns)
             if valid:
                 rows = tile + t * s.token_bytes + 2 * column
-                coefficients = (
-                    base + self.shared["coefficients"]
-                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
-                )  # fmt: skip
+                coefficients = self.coefficients_of(base, i, t)
                 out = memory_out + 2 * (Int64(token) * (K * s.d) + rank * s.columns + column)
                 v = load_pairs(rows + K * s.row_bytes)
-                wy = ptx.load_shared_float(coefficients + 16 * K)
+                wy = ptx.load_shared_float(coefficients + 4 * K * s.slot_floats)
                 h = [wy * f for f in v]
+                earlier = []
+                for e in range_constexpr(s.earlier):
+                    more = load_pairs(rows + (s.first_earlier + e) * s.row_bytes)
+                    wy = ptx.load_shared_float(coefficients + 4 * (K * s.slot_floats + 1 + e))
+                    h = [hc + wy * f for hc, f in zip(h, more, strict=True)]
+                    earlier.append(more)
+                reads = []
+                if cutlass.const_expr(not s.writes):
+                    reads = load_row(coefficients, K)
                 for slot in range_constexpr(K):
-                    a, k, w, _ = ptx.load_shared_float_4(coefficients + 16 * slot)
                     row = load_pairs(rows + slot * s.row_bytes)
-                    h = [hc + w * r for hc, r in zip(h, row, strict=True)]
-                    new = [a * r + k * f for r, f in zip(row, v, strict=True)]
-                    ptx.store_global_4(out + (2 * slot * s.d), pack_pairs(new))
+                    if cutlass.const_expr(not s.writes):
+                        h = [hc + reads[slot] * r for hc, r in zip(h, row, strict=True)]
+                    else:
+                        own = coefficients + 4 * s.slot_floats * slot
+                        a, k, w, _ = ptx.load_shared_float_4(own)
+                        h = [hc + w * r for hc, r in zip(h, row, strict=True)]
+                        new = [a * r + k * f for r, f in zip(row, v, strict=True)]
+                        held = load_row(own + 16, s.slot_floats - 4)
+                        for e in range_constexpr(s.earlier):
+                            new = [n + held[e] * f for n, f in zip(new, earlier[e], strict=True)]
+                        ptx.store_global_4(out + (2 * slot * s.d), pack_pairs(new))
                 gain = base + self.shared["gain"] + 4 * column
                 gains = [*ptx.load_shared_float_4(gain), *ptx.load_shared_float_4(gain + 16)]
                 h = [hc * f for hc, f in zip(h, gains, strict=True)]
@@ -574,8 +683,9 @@ class Forward(Kernel):
 
     @cute.jit
     def coefficients(
-        self, base, packed, saved, extra, n_tokens, eps, first_tile, step, n, rank, which, lane
-    ):
+        self, base, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank, which,
+        lane,
+    ):  # fmt: skip
         """
         Sum the warps' dot products of a token, then forget gate, key, query and the weights of the read. A lane has slot
         ``lane % K``; the mean of the new memory, its norm and the norm of what is read are quadratic forms in the dot products.
@@ -595,13 +705,15 @@ class Forward(Kernel):
         inverse_d = Float32(1.0 / s.d)
         count = Int32(0)
         for i in cutlass.range(n, unroll=1):
-            buffer = i & 1
             tile = first_tile + i * step
-            ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
             # Tokens go round the warps, so that none idles where a tile has fewer.
             shift = (i * s.tokens) % s.coefficient_warps
             first = (which - shift + s.coefficient_warps) % s.coefficient_warps
             for t in cutlass.range(first, s.tokens, s.coefficient_warps, unroll=1):
+                token = tile * s.tokens + t
+                # Asked for before the wait. Beyond the last token, the last one's.
+                held = self.load_window(window[0], cutlass.min(token, n_tokens - 1), slot)
+                ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 self.sum_partials(base, total, t, which, count, rank, lane)
                 cute.arch.sync_warp()
                 count += 1
@@ -610,11 +722,20 @@ class Forward(Kernel):
 
                 gram = load_row(total + 4 * (p["gram"] + K * slot), K)
                 query_row = load_row(total + 4 * (p["query"] + K * slot), K)
-                yy = ptx.load_shared_float(total + 4 * p["norm"])
-                sy = ptx.load_shared_float(total + 4 * (p["memory"] + slot))
                 maps = total + 4 * (p["maps"] + slot)
-                y_query = ptx.load_shared_float(maps + 4 * (2 * K))
-                rstd_y = ptx.rsqrt(yy * inverse_d + eps)
+                outputs = range(s.outputs)
+                yy = [
+                    [
+                        ptx.load_shared_float(total + 4 * (p["norm"] + s.outputs * e + f))
+                        for f in outputs
+                    ]
+                    for e in outputs
+                ]
+                sy = [
+                    ptx.load_shared_float(total + 4 * (p["memory"] + K * e + slot)) for e in outputs
+                ]
+                y_query = [ptx.load_shared_float(maps + 4 * K * (2 + e)) for e in outputs]
+                rstd_y = ptx.rsqrt(yy[0][0] * inverse_d + eps)
                 p_forget = Float32(0.0)
                 a = Float32(1.0)
                 if cutlass.const_expr(s.forget != "none"):
@@ -625,68 +746,92 @@ class Forward(Kernel):
                     a = ptx.sigmoid(-z)
                 p_key = ptx.load_shared_float(maps + 4 * K) * rstd_y
                 k = self.key(b_key + p_key)
-                spread_a = spread(a, K)
-                # m = (sum_t a_t S_t + sum_k y) / K
-                sum_k = sum_over(k, K)
-                s_m = (dot(spread_a, gram) + sum_k * sy) * Float32(1.0 / K)
-                sa_y = sum_over(a * sy, K)
-                y_m = (sa_y + sum_k * yy) * Float32(1.0 / K)
-                m_m = (sum_over(a * s_m, K) + sum_k * y_m) * Float32(1.0 / K)
+                # S' = D' A + sum_e c'_e y_e, with y the first of the outputs
+                kept = [a * f for f in held]
+                D = a
+                if cutlass.const_expr(s.earlier > 0):
+                    D = kept[0]
+                new = [k, *kept[1:]]
+                # m = (sum_t D'_t A_t + sum_e mu_e y_e) / K
+                spread_D = spread(D, K)
+                mu = [sum_over(f, K) for f in new]
+                s_m = (dot(spread_D, gram) + dot(mu, sy)) * Float32(1.0 / K)
+                y_m = [
+                    (sum_over(D * sy[e], K) + dot(mu, yy[e])) * Float32(1.0 / K) for e in outputs
+                ]
+                m_m = (sum_over(D * s_m, K) + dot(mu, y_m)) * Float32(1.0 / K)
                 rstd_m = ptx.rsqrt(ptx.maximum(m_m, Float32(0.0)) * inverse_d + eps)
-                p_query = (dot(spread_a, query_row) + sum_k * y_query) * (rstd_m * Float32(1.0 / K))
+                p_query = (dot(spread_D, query_row) + dot(mu, y_query)) * (
+                    rstd_m * Float32(1.0 / K)
+                )
                 z = b_query + p_query
                 e = ptx.exp(z - max_over(z, K))
                 q = e * ptx.reciprocal(sum_over(e, K))
-                # h = sum_t w_t S_t + w_y y
-                w = q * a
-                wy = sum_over(q * k, K)
-                s_h = dot(spread(w, K), gram) + wy * sy
-                y_h = sum_over(w * sy, K) + wy * yy
-                h_h = sum_over(w * s_h, K) + wy * y_h
+                # h = sum_t w_t A_t + sum_e w_e y_e
+                w = q * D
+                wy = [sum_over(q * f, K) for f in new]
+                s_h = dot(spread(w, K), gram) + dot(wy, sy)
+                y_h = [sum_over(w * sy[e], K) + dot(wy, yy[e]) for e in outputs]
+                h_h = sum_over(w * s_h, K) + dot(wy, y_h)
                 rstd_h = ptx.rsqrt(ptx.maximum(h_h, Float32(0.0)) * inverse_d + eps)
 
-                place = (
-                    base + self.shared["coefficients"]
-                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
-                )  # fmt: skip
-                ptx.store_shared_float_4(
-                    place + 16 * slot, (a, k, w * rstd_h, Float32(0.0)), predicate=lane < K
-                )
-                ptx.store_shared_float(place + 16 * K, wy * rstd_h, predicate=lane == 0)
+                place = self.coefficients_of(base, i, t)
+                own = place + 4 * s.slot_floats * slot
+                if cutlass.const_expr(not s.writes):
+                    ptx.store_shared_float(own, w * rstd_h, predicate=lane < K)
+                else:
+                    quad = (D, k, w * rstd_h, Float32(0.0))
+                    ptx.store_shared_float_4(own, quad, predicate=lane < K)
+                    for f in range_constexpr(s.earlier):
+                        ptx.store_shared_float(own + 16 + 4 * f, new[1 + f], predicate=lane < K)
+                for f in range_constexpr(s.outputs):
+                    ptx.store_shared_float(
+                        place + 4 * (K * s.slot_floats + f), wy[f] * rstd_h, predicate=lane == 0
+                    )
 
-                token = tile * s.tokens + t
                 first_lane = (token < n_tokens) & (rank == 0)
                 mine = first_lane & (lane < K)
-                here = saved + 4 * (Int64(token) * s.saved_columns)
-                own = here + 4 * Int64(slot)
-                if cutlass.const_expr(s.forget == "dynamic"):
-                    ptx.store_global_float(own, p_forget, mine)
-                ptx.store_global_float(own + 4 * s.n_forget, p_key, mine)
-                ptx.store_global_float(own + 4 * (s.n_forget + K), p_query, mine)
-                first_lane = first_lane & (lane == 0)
-                ptx.store_global_float(here + 4 * s.map_rows, rstd_y, first_lane)
-                ptx.store_global_float(here + 4 * (s.map_rows + 2), rstd_m, first_lane)
-                ptx.store_global_float(here + 4 * (s.map_rows + 3), rstd_h, first_lane)
-                if cutlass.const_expr(s.extra):
-                    here = extra + 4 * (Int64(token) * s.extra_columns)
+                if cutlass.const_expr(not s.writes):
+                    own = window[1] + Int64(4) * (Int64(token) * ((1 + s.outputs) * K) + slot)
+                    ptx.store_global_float(own, D, mine)
+                    for f in range_constexpr(s.outputs):
+                        value = new[(1 + f) % s.outputs]  # that of y comes last
+                        ptx.store_global_float(own + 4 * K * (1 + f), value, mine)
+                if cutlass.const_expr(s.saves):
+                    here = saved + 4 * (Int64(token) * s.saved_columns)
                     own = here + 4 * Int64(slot)
-                    for j in range_constexpr(K // 4):
-                        ptx.store_global_4(
-                            here + 4 * Int64(slot * K + 4 * j),
-                            [ptx.as_bits(v) for v in query_row[4 * j : 4 * j + 4]],
-                            mine,
-                        )
-                    ptx.store_global_float(own + 4 * (K * K), y_query, mine)
-                    ptx.store_global_float(own + 4 * (K * K + K), s_h, mine)
-                    ptx.store_global_float(own + 4 * (K * K + 2 * K), s_m, mine)
-                    ptx.store_global_float(here + 4 * (K * K + 3 * K), y_h, first_lane)
-                    ptx.store_global_float(here + 4 * (K * K + 3 * K + 1), y_m, first_lane)
+                    if cutlass.const_expr(s.forget == "dynamic"):
+                        ptx.store_global_float(own, p_forget, mine)
+                    ptx.store_global_float(own + 4 * s.n_forget, p_key, mine)
+                    ptx.store_global_float(own + 4 * (s.n_forget + K), p_query, mine)
+                    first_lane = first_lane & (lane == 0)
+                    ptx.store_global_float(here + 4 * s.map_rows, rstd_y, first_lane)
+                    ptx.store_global_float(here + 4 * (s.map_rows + 2), rstd_m, first_lane)
+                    ptx.store_global_float(here + 4 * (s.map_rows + 3), rstd_h, first_lane)
+                    if cutlass.const_expr(s.extra):
+                        here = extra + 4 * (Int64(token) * s.extra_columns)
+                        own = here + 4 * Int64(slot)
+                        for j in range_constexpr(K // 4):
+                            ptx.store_global_4(
+                                here + 4 * Int64(slot * K + 4 * j),
+                                [ptx.as_bits(v) for v in query_row[4 * j : 4 * j + 4]],
+                                mine,
+                            )
+                        for f in range_constexpr(s.outputs):
+                            ptx.store_global_float(own + 4 * K * (K + f), y_query[f], mine)
+                        if cutlass.const_expr(s.earlier > 0):
+                            # Of the memory, which is D A + sum_e c_e y_e.
+                            s_h = held[0] * s_h + dot(held[1:], y_h[1:])
+                            s_m = held[0] * s_m + dot(held[1:], y_m[1:])
+                        ptx.store_global_float(own + 4 * s.extra_s_h, s_h, mine)
+                        ptx.store_global_float(own + 4 * (s.extra_s_h + K), s_m, mine)
+                        ptx.store_global_float(here + 4 * s.extra_y_h, y_h[0], first_lane)
+                        ptx.store_global_float(here + 4 * (s.extra_y_h + 1), y_m[0], first_lane)
             if first >= s.tokens:
+                ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
             cute.arch.sync_warp()
-            ptx.barrier_arrive(
-                base + self.barriers["coefficients_full"] + 8 * buffer, predicate=lane == 0
-            )
+            ptx.barrier_arrive(self.coefficients_barrier(base, i), predicate=lane == 0)
 
 
 class Backward(Kernel):
@@ -723,12 +868,14 @@ class Backward(Kernel):
         d_memory: Int64,
         d_y: Int64,
         partials: Int64,
+        window,
         n_tokens: Int32,
         grid: Int32,
         stream,
     ):
         self.kernel(
-            memory, y, packed, saved, extra, d_memory_out, d_x, d_memory, d_y, partials, n_tokens
+            memory, y, packed, saved, extra, d_memory_out, d_x, d_memory, d_y, partials, window,
+            n_tokens,
         ).launch(
             grid=[grid, 1, 1],
             block=[self.spec.threads, 1, 1],
@@ -736,7 +883,7 @@ class Backward(Kernel):
             smem=self.shared["size"],
             min_blocks_per_mp=1,
             stream=stream,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -751,6 +898,7 @@ class Backward(Kernel):
         d_memory: Int64,
         d_y: Int64,
         partials: Int64,
+        window,
         n_tokens: Int32,
     ):
         s = self.spec
@@ -769,27 +917,42 @@ class Backward(Kernel):
 
         self.initialise(base, packed, thread, rank)
         if warp < MAIN_WARPS:
-            if cutlass.const_expr(s.moves_registers):
-                cute.arch.setmaxregister_increase(s.main_registers)
+            self.take_registers("main")
             self.main(
                 base, packed, d_memory, d_y, sums, n_tokens, first_tile, step, n, rank, warp, lane
             )
+        elif cutlass.const_expr(s.dots_warps == 0):
+            self.help(
+                base, (memory, y, d_x, d_memory_out), packed, saved, extra, window, n_tokens,
+                first_tile, step, n, rank, warp, lane,
+            )  # fmt: skip
+        elif warp >= self.first_dots_warp:
+            self.take_registers("dots")
+            self.products(base, n, warp - self.first_dots_warp, lane)
         else:
-            if cutlass.const_expr(s.moves_registers):
-                cute.arch.setmaxregister_decrease(s.helper_registers)
-            if warp == MAIN_WARPS:
-                sources = (memory, y, d_x, d_memory_out)
-                self.load(base, sources, n_tokens, first_tile, step, n, rank, lane)
-            else:
-                self.coefficients(
-                    base, packed, saved, extra, n_tokens, first_tile, step, n,
-                    warp - (MAIN_WARPS + 1), lane, rank,
-                )  # fmt: skip
+            self.help(
+                base, (memory, y, d_x, d_memory_out), packed, saved, extra, window, n_tokens,
+                first_tile, step, n, rank, warp, lane,
+            )  # fmt: skip
         cute.arch.sync_threads()
         self.store_biases(base, sums, thread, rank)
         if cutlass.const_expr(s.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def help(
+        self, base, sources, packed, saved, extra, window, n_tokens, first_tile, step, n, rank, warp,
+        lane,
+    ):  # fmt: skip
+        self.take_registers("helper")
+        if warp == MAIN_WARPS:
+            self.load(base, sources, window[1:], n_tokens, first_tile, step, n, rank, lane)
+        else:
+            self.coefficients(
+                base, packed, saved, extra, window, n_tokens, first_tile, step, n,
+                warp - (MAIN_WARPS + 1), lane, rank,
+            )  # fmt: skip
 
     # Warps 0-7.
 
@@ -807,16 +970,30 @@ class Backward(Kernel):
         gradients = cute.make_rmem_tensor((s.map_rows + 1) * width, Float32)
         for q in range_constexpr((s.map_rows + 1) * width):
             gradients[q] = Float32(0.0)
-        for i in cutlass.range(n + 1, unroll=1):
-            if i < n:
-                self.dots(base, i, warp, lane)
-            if i > 0:
-                first = (first_tile + (i - 1) * step) * s.tokens
+        if cutlass.const_expr(s.dots_warps > 0):
+            for i in cutlass.range(n, unroll=1):
+                first = (first_tile + i * step) * s.tokens
                 self.mix(
-                    base, weights, gain, gradients, d_memory, d_y, n_tokens, i - 1, first,
-                    column, rank, active, lane,
+                    base, weights, gain, gradients, d_memory, d_y, n_tokens, i, first, column, rank,
+                    active, lane,
                 )  # fmt: skip
+        else:
+            for i in cutlass.range(n + 1, unroll=1):
+                if i < n:
+                    self.dots(base, i, warp, lane)
+                if i > 0:
+                    first = (first_tile + (i - 1) * step) * s.tokens
+                    self.mix(
+                        base, weights, gain, gradients, d_memory, d_y, n_tokens, i - 1, first,
+                        column, rank, active, lane,
+                    )  # fmt: skip
         self.store_gradients(sums, gradients, column + rank * s.columns, active)
+
+    @cute.jit
+    def products(self, base, n, warp, lane):
+        """The dot products, where they have warps of their own."""
+        for i in cutlass.range(n, unroll=1):
+            self.dots(base, i, warp, lane)
 
     def load_columns(self, packed, column):
         """The maps ``[row][column]`` and the gain of a thread's columns."""
@@ -865,7 +1042,7 @@ class Backward(Kernel):
                 inside = column < s.columns
                 column = column * Int32(inside)
                 mask = Uint32(0) - Uint32(Int32(inside))
-            ys = self.load_fragment(tile + 2 * column, g % s.tokens, K, mask)
+            outputs = self.load_outputs(tile + 2 * column, g, mask)
             memory = self.load_memory(tile + 2 * column, g, mask)
             xs = self.load_scaled(base, tile, column, g, mask)
             ds = memory
@@ -874,7 +1051,7 @@ class Backward(Kernel):
             for h in range_constexpr(2):
                 p, q = 2 * h, 2 * h + 1
                 for t in range_constexpr(self.memory_tiles):
-                    r = memory[t]
+                    r, ys = memory[t], outputs[self.outputs_of_memory(t)]
                     rows = (r[p], ys[p], r[q], ys[q])
                     if cutlass.const_expr(s.memory_gradient):
                         gram[t] = ptx.mma(rows, (ds[t][p], ds[t][q]), gram[t])
@@ -922,7 +1099,7 @@ class Backward(Kernel):
                     ptx.store_shared_float(
                         place(of_row, "memory", row), gram[t][column], predicate=g == 2 * c + column
                     )
-                ptx.store_shared_float_2(place(token, "y", slot), gram[t][2:], predicate=g == token)
+                self.store_outputs(place, token, slot, gram[t][2:], "y", g)
             for column in range(2):
                 n = 2 * c + column
                 part = n // 4
@@ -932,8 +1109,14 @@ class Backward(Kernel):
                     predicate=n % 4 == of_row,
                 )
                 # Every memory tile has this product; the one of the token stores it.
-                mine = (g == n % 4) & (g < s.tokens) & (g * K // 8 == t)
-                ptx.store_shared_float(place(g, "y_x", part), with_x[t][2 + column], predicate=mine)
+                in_tile, index = self.output_of(g)
+                own = self.outputs_of_memory(t) * s.output_tokens + in_tile
+                mine = where_both(self.is_output(g), (own == n % 4) & (own * K // 8 == t))
+                ptx.store_shared_float(
+                    place(own, "y_x", part * s.outputs + index),
+                    with_x[t][2 + column],
+                    predicate=mine,
+                )
 
     @cute.jit
     def mix(
@@ -945,32 +1128,36 @@ class Backward(Kernel):
         width = s.columns_per_thread
         stage = i % s.stages
         tile = base + self.shared["ring"] + stage * s.tile_bytes + 2 * column
-        buffer = i & 1
-        ptx.barrier_wait(base + self.barriers["coefficients_full"] + 8 * buffer, (i // 2) & 1)
+        if cutlass.const_expr(s.dots_warps > 0):
+            # Other warps have waited for the copies; who reads them waits himself.
+            ptx.barrier_wait(base + self.barriers["full"] + 8 * stage, (i // s.stages) & 1)
+        ptx.barrier_wait(self.coefficients_barrier(base, i), (i // s.coefficient_buffers) & 1)
         for t in range_constexpr(s.tokens):
             token = first + t
             if (token < n_tokens) & active:
                 rows = tile + t * s.token_bytes
-                place = (
-                    base
-                    + self.shared["coefficients"]
-                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
-                )
+                place = self.coefficients_of(base, i, t)
                 wy, sum_k, alpha, beta = ptx.load_shared_float_4(place + 32 * K)
                 gamma, phi, rstd_h, _ = ptx.load_shared_float_4(place + 32 * K + 16)
                 v = self.load_row(rows + K * s.row_bytes)
                 gx = self.load_row(rows + (K + 1) * s.row_bytes)
                 h = [wy * f for f in v]
                 m = [sum_k * f for f in v]
+                for e in range_constexpr(s.earlier):
+                    more = self.load_row(rows + (s.first_earlier + e) * s.row_bytes)
+                    of_h = ptx.load_shared_float(place + 32 * (K + 1) + 8 * e)
+                    of_m = ptx.load_shared_float(place + 32 * (K + 1) + 8 * e + 4)
+                    h = [hc + of_h * f for hc, f in zip(h, more, strict=True)]
+                    m = [mc + of_m * f for mc, f in zip(m, more, strict=True)]
                 u = [Float32(0.0)] * width
                 dy = [-phi * f for f in v]
                 for slot in range_constexpr(K):
                     a, k, w, q = ptx.load_shared_float_4(place + 32 * slot)
-                    c, e, f, _ = ptx.load_shared_float_4(place + 32 * slot + 16)
+                    c, e, f, D = ptx.load_shared_float_4(place + 32 * slot + 16)
                     row = self.load_row(rows + slot * s.row_bytes)
                     for x in range_constexpr(width):
                         h[x] = h[x] + w * row[x]
-                        m[x] = m[x] + a * row[x]
+                        m[x] = m[x] + D * row[x]
                         u[x] = u[x] + c * weights[s.n_forget + K + slot][x]
                         dy[x] = dy[x] + e * weights[s.n_forget + slot][x]
                         z = (s.n_forget + slot) * width + x
@@ -1022,7 +1209,7 @@ class Backward(Kernel):
 
     @cute.jit
     def coefficients(
-        self, base, packed, saved, extra, n_tokens, first_tile, step, n, which, lane, rank
+        self, base, packed, saved, extra, window, n_tokens, first_tile, step, n, which, lane, rank
     ):
         s = self.spec
         K = s.d_k
@@ -1039,7 +1226,6 @@ class Backward(Kernel):
         count = Int32(0)
         d_query, d_key, d_forget = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range(n, unroll=1):
-            buffer = i & 1
             tile = first_tile + i * step
             shift = (i * s.tokens) % s.coefficient_warps
             first = (which - shift + s.coefficient_warps) % s.coefficient_warps
@@ -1061,11 +1247,13 @@ class Backward(Kernel):
                 here = extra + Int64(4) * (Int64(from_token) * s.extra_columns)
                 own = here + Int64(4) * Int64(slot)
                 query_column = [ptx.load_global_float(own + 4 * K * j) for j in range(K)]
-                y_query = ptx.load_global_float(own + 4 * (K * K))
-                s_h = ptx.load_global_float(own + 4 * (K * K + K))
-                s_m = ptx.load_global_float(own + 4 * (K * K + 2 * K))
-                y_h = ptx.load_global_float(here + 4 * (K * K + 3 * K))
-                y_m = ptx.load_global_float(here + 4 * (K * K + 3 * K + 1))
+                outputs = range(s.outputs)
+                y_query = [ptx.load_global_float(own + 4 * K * (K + e)) for e in outputs]
+                s_h = ptx.load_global_float(own + 4 * s.extra_s_h)
+                s_m = ptx.load_global_float(own + 4 * (s.extra_s_h + K))
+                y_h = ptx.load_global_float(here + 4 * s.extra_y_h)
+                y_m = ptx.load_global_float(here + 4 * (s.extra_y_h + 1))
+                held = self.load_window(window[0], from_token, slot)
 
                 ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 self.sum_partials(base, total, t, which, count, rank, lane)
@@ -1081,7 +1269,20 @@ class Backward(Kernel):
                 of_x = total + 4 * (p["x"] + slot)
                 s_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4 * K)
                 of_x = total + 4 * p["y_x"]
-                y_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4)
+                y_x = [
+                    ptx.load_shared_float(of_x + 4 * e)
+                    + ptx.load_shared_float(of_x + 4 * (s.outputs + e))
+                    for e in outputs
+                ]
+                if cutlass.const_expr(s.earlier > 0):
+                    # From the anchor's products to the memory's.
+                    s_x = held[0] * s_x + dot(held[1:], y_x[1:])
+                    if cutlass.const_expr(s.memory_gradient):
+                        more = [
+                            ptx.load_shared_float(total + 4 * (p["y"] + K * (1 + e) + slot))
+                            for e in range(s.earlier)
+                        ]
+                        s_g = held[0] * s_g + dot(held[1:], more)
 
                 # The coefficients again.
                 a, closed = Float32(1.0), Float32(0.0)
@@ -1098,11 +1299,11 @@ class Backward(Kernel):
 
                 # Through the norm of h: dh = alpha g - beta h.
                 inverse_d = Float32(1.0 / s.d)
-                g_h = sum_over(w * s_x, K) + wy * y_x
+                g_h = sum_over(w * s_x, K) + wy * y_x[0]
                 alpha = rstd_h
                 beta = rstd_h * rstd_h * rstd_h * g_h * inverse_d
                 s_dh = alpha * s_x - beta * s_h
-                y_dh = alpha * y_x - beta * y_h
+                y_dh = alpha * y_x[0] - beta * y_h
 
                 # Through the query and the norm of m.
                 dq = a * s_dh + k * y_dh
@@ -1111,8 +1312,12 @@ class Backward(Kernel):
                 c = dz_query * rstd_m
                 gamma = rstd_m * rstd_m * inner * Float32(1.0 / (s.d * K))
                 spread_c = spread(c, K)
-                s_u = dot(spread_c, query_column) * Float32(1.0 / K) - gamma * s_m
-                y_u = sum_over(c * y_query, K) * Float32(1.0 / K) - gamma * y_m
+                s_query = dot(spread_c, query_column)
+                if cutlass.const_expr(s.earlier > 0):
+                    more = [sum_over(c * y_query[1 + e], K) for e in range(s.earlier)]
+                    s_query = held[0] * s_query + dot(held[1:], more)
+                s_u = s_query * Float32(1.0 / K) - gamma * s_m
+                y_u = sum_over(c * y_query[0], K) * Float32(1.0 / K) - gamma * y_m
 
                 # Key and forget gate.
                 dk = y_g + q * y_dh + y_u
@@ -1127,16 +1332,22 @@ class Backward(Kernel):
                     inner = inner + dz_forget * p_forget
                 phi = rstd_y * rstd_y * inverse_d * sum_over(inner, K)
 
-                place = (
-                    base
-                    + self.shared["coefficients"]
-                    + (buffer * s.tokens + t) * (4 * s.coefficient_floats)
-                )
+                place = self.coefficients_of(base, i, t)
                 mine = lane < K
-                ptx.store_shared_float_4(place + 32 * slot, (a, k, w, q), mine)
-                dz = (c, dz_key * rstd_y, dz_forget * rstd_y, Float32(0.0))
+                D = a
+                if cutlass.const_expr(s.earlier > 0):
+                    D = a * held[0]
+                ptx.store_shared_float_4(place + 32 * slot, (a, k, q * D, q), mine)
+                dz = (c, dz_key * rstd_y, dz_forget * rstd_y, D)
                 ptx.store_shared_float_4(place + 32 * slot + 16, dz, mine)
                 mine = lane == 0
+                for f in range_constexpr(s.earlier):
+                    new = a * held[1 + f]
+                    ptx.store_shared_float_2(
+                        place + 32 * (K + 1) + 8 * f,
+                        (sum_over(q * new, K), sum_over(new, K)),
+                        mine,
+                    )
                 ptx.store_shared_float_4(place + 32 * K, (wy, sum_k, alpha, beta), mine)
                 ptx.store_shared_float_4(
                     place + 32 * K + 16, (gamma, phi, rstd_h, Float32(0.0)), mine
@@ -1149,9 +1360,7 @@ class Backward(Kernel):
                 ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
             cute.arch.sync_warp()
-            ptx.barrier_arrive(
-                base + self.barriers["coefficients_full"] + 8 * buffer, predicate=lane == 0
-            )
+            ptx.barrier_arrive(self.coefficients_barrier(base, i), predicate=lane == 0)
         own = base + self.shared["biases"] + 4 * (which * (3 * K) + slot)
         ptx.store_shared_float(own, d_query, lane < K)
         ptx.store_shared_float(own + 4 * K, d_key, lane < K)

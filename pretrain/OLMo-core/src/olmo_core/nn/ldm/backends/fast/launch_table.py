@@ -13,7 +13,8 @@ Provenance of the rows: NVIDIA H200, torch 2.11.0+cu130, 2026-11-30, commit 776b
 Rows are by (architecture, direction, d, K). A shape without a row follows the rule and is untimed: ``auto`` does not take it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .layout import Spec
 
@@ -33,6 +34,7 @@ class Launch:
     tokens: int
     coefficient_warps: int = 3
     timed: bool = False
+    dots_warps: int = 0
 
 
 TABLE: dict[tuple[str, str, int, int], Launch] = {
@@ -57,6 +59,15 @@ TABLE: dict[tuple[str, str, int, int], Launch] = {
     # 171.1 us, 2647 GB/s, 1.61 x floor
     ("sm_90a", "backward", 512, 8): Launch(1, 2, 3, timed=True),
 }
+
+WINDOWS: dict[tuple[str, str, int, int, int], Launch] = {}
+"""
+The same in a window, by the number of earlier outputs too. Without a row: the launch of the recurrent form with as many tokens
+in a tile as leave :data:`MIN_STAGES` tiles in the ring; untimed.
+"""
+MIN_STAGES = 3
+MAX_WINDOW = {4: 4, 8: 8, 16: 1}
+"""The longest window by K: the outputs of the tokens of a memory tile are one tile of 8 rows."""
 
 
 def rule(direction: str, d: int, d_k: int) -> Launch | None:
@@ -83,34 +94,82 @@ def rule(direction: str, d: int, d_k: int) -> Launch | None:
     return Launch(cluster, tokens)
 
 
-def launch(architecture: str, direction: str, d: int, d_k: int) -> Launch | None:
-    return TABLE.get((architecture, direction, d, d_k)) or rule(direction, d, d_k)
+def launch(architecture: str, direction: str, d: int, d_k: int, earlier: int = 0) -> Launch | None:
+    found = TABLE.get((architecture, direction, d, d_k)) or rule(direction, d, d_k)
+    if not earlier or found is None:
+        return found
+    if earlier >= MAX_WINDOW[d_k]:
+        return None
+    row = WINDOWS.get((architecture, direction, d, d_k, earlier))
+    if row is not None:
+        return row
+    tokens = found.tokens
+    while (
+        tokens > max(1, 8 // d_k)
+        and spec_of(replace(found, tokens=tokens), direction, d, d_k, earlier=earlier).stages
+        < MIN_STAGES
+    ):
+        tokens //= 2
+    return replace(found, tokens=tokens, timed=False)
 
 
-def candidates(architecture: str, direction: str, d: int, d_k: int) -> list[Launch]:
-    """What ``tune`` tries: the launch of the shape, other tiles, one more split of the width."""
-    first = launch(architecture, direction, d, d_k)
+def window(d: int, d_k: int, wanted: int) -> int:
+    """The window that the kernels run when ``wanted`` is asked for: it, or 1 if the shape has no kernels for it."""
+    kernels = rule("forward", d, d_k) is not None and rule("backward", d, d_k) is not None
+    return wanted if kernels and wanted <= MAX_WINDOW[d_k] else 1
+
+
+def _runs(launch: Launch, direction: str, d: int, d_k: int, earlier: int) -> bool:
+    """Whether a candidate divides the width, fits into shared memory, and has a tile to copy while two are in use."""
+    columns = d // launch.cluster
+    unit = 128 if direction == "backward" and columns > 512 else 64
+    if d % launch.cluster or columns % unit or launch.cluster > MAX_CLUSTER:
+        return False
+    if not max(1, 8 // d_k) <= launch.tokens <= 4:
+        return False
+    # Four warps hold the maps of all columns: 24 (K = 8) or 16 (K = 4) registers for every 128.
+    if launch.dots_warps and direction == "forward" and columns > 4096 // d_k:
+        return False
+    return spec_of(launch, direction, d, d_k, earlier=earlier).stages > 2
+
+
+def dots_candidates(
+    architecture: str, direction: str, d: int, d_k: int, earlier: int = 0
+) -> list[Launch]:
+    """Launches whose dot products have warps of their own."""
+    first = launch(architecture, direction, d, d_k, earlier)
+    if first is None or d_k == 16:
+        return []
+    c, t = first.cluster, first.tokens
+    shapes = [(c, t)]
+    if direction == "forward":
+        shapes += [(c, 2 * t), (2 * c, 2 * t)]
+    found = [Launch(cluster, tokens, 3, dots_warps=4) for cluster, tokens in shapes]
+    return [f for f in found if _runs(f, direction, d, d_k, earlier)][:2]
+
+
+def candidates(
+    architecture: str, direction: str, d: int, d_k: int, earlier: int = 0
+) -> list[Launch]:
+    """What ``tune`` tries: the launch of the shape, other tiles, one more split of the width, other warps."""
+    first = launch(architecture, direction, d, d_k, earlier)
     if first is None:
         return []
     c, t, w = first.cluster, first.tokens, first.coefficient_warps
-    out = [first]
-    others = [(c, 2 * t, w), (c, t // 2, w), (2 * c, 2 * t, w)]
-    if d_k == 4:
-        # Tokens follow each other fast, so their coefficients need more warps; the maps leave the registers for it.
-        others += [(c, 2 * t, 7)]
-    for cluster, tokens, warps in others:
-        new = Launch(cluster, tokens, warps)
-        columns = d // cluster
-        unit = 128 if direction == "backward" and columns > 512 else 64
-        whole = d % cluster == 0 and columns % unit == 0 and cluster <= MAX_CLUSTER
-        if (
-            whole
-            and 8 // d_k <= tokens <= 4
-            and tokens
-            and spec_of(new, direction, d, d_k).stages > 2
-        ):
-            out.append(new)
-    return out
+    if not earlier:
+        others = [(c, 2 * t, w), (c, t // 2, w), (2 * c, 2 * t, w)]
+        # K = 4: tokens follow each other fast, so their coefficients need more warps; the maps leave the registers for it.
+        others += [(c, 2 * t, 7)] if d_k == 4 else []
+    elif direction == "forward":
+        # The rows of the earlier outputs make tiles larger, their products more work for the coefficients' warps.
+        others = [(c, t // 2, w), (2 * c, 2 * t, w), (2 * c, t, w)]
+        others += [(c, t, 7)] if t == 4 else [(c, t, 3)] if w < 3 else []
+    else:
+        # None of the others was faster in the recurrent form.
+        others = []
+    new = [Launch(*numbers) for numbers in others]
+    new = [n for n in new if _runs(n, direction, d, d_k, earlier)]
+    return [first, *new, *dots_candidates(architecture, direction, d, d_k, earlier)]
 
 
 def spec_of(
@@ -121,6 +180,9 @@ def spec_of(
     key_activation: str = "two_sigmoid",
     forget: str = "dynamic",
     memory_gradient: bool = True,
+    saves: bool = True,
+    earlier: int = 0,
+    writes: bool = True,
 ) -> Spec:
     return Spec(
         direction,
@@ -131,8 +193,12 @@ def spec_of(
         launch.cluster,
         launch.tokens,
         launch.coefficient_warps,
-        extra=direction == "forward" and rule("backward", d, d_k) is not None,
+        extra=saves and direction == "forward" and rule("backward", d, d_k) is not None,
         memory_gradient=memory_gradient,
+        saves=saves,
+        earlier=earlier,
+        writes=writes,
+        dots_warps=launch.dots_warps,
     )
 
 
@@ -143,28 +209,38 @@ def spec(
     d_k: int,
     key_activation: str,
     forget: str,
-    memory_gradient: bool = True,
+    **values: Any,
 ) -> Spec | None:
-    """The kernel of one direction (``forward``, ``backward``, ``finish``); ``None`` if the shape has none."""
+    """
+    The kernel of one direction (``forward``, ``backward``, ``finish``); ``None`` if the shape has none.
+
+    :param values: As :func:`spec_of` takes them after ``forget``.
+    """
     if direction == "finish":
         # Only the number of parameters counts.
         return Spec("finish", d, d_k, forget="none" if forget == "static" else forget)
-    found = launch(architecture, direction, d, d_k)
+    found = launch(architecture, direction, d, d_k, values.get("earlier", 0))
     if found is None:
         return None
-    return spec_of(found, direction, d, d_k, key_activation, forget, memory_gradient)
+    return spec_of(found, direction, d, d_k, key_activation, forget, **values)
 
 
-def specs(architecture: str, d: int, d_k: int, key_activation: str, forget: str) -> list[Spec]:
-    """All kernels that a boundary of these options needs; empty if the shape has none."""
-    wanted = [
-        spec(architecture, "forward", d, d_k, key_activation, forget),
-        spec(architecture, "backward", d, d_k, key_activation, forget),
-        spec(architecture, "backward", d, d_k, key_activation, forget, memory_gradient=False),
-    ]
-    if wanted[0] is None:
+def specs(
+    architecture: str, d: int, d_k: int, key_activation: str, forget: str, window: int = 1
+) -> list[Spec]:
+    """All kernels that the boundaries of these options need; empty if the shape has none."""
+    if rule("forward", d, d_k) is None:
         return []
-    if wanted[1] is not None:
+    wanted: list[Spec | None] = []
+    for earlier in range(window):
+        values: dict[str, Any] = {"earlier": earlier, "writes": earlier == window - 1}
+        wanted.append(spec(architecture, "forward", d, d_k, key_activation, forget, **values))
+        for memory_gradient in (True, False):
+            values = {"memory_gradient": memory_gradient, "earlier": earlier}
+            wanted.append(spec(architecture, "backward", d, d_k, key_activation, forget, **values))
+    if window == 1:
+        wanted.append(spec(architecture, "forward", d, d_k, key_activation, forget, saves=False))
+    if rule("backward", d, d_k) is not None:
         wanted.append(spec(architecture, "finish", d, d_k, key_activation, forget))
     return [s for s in wanted if s is not None]
 

@@ -39,6 +39,23 @@ class Spec:
     """Forward: save what the backward of this backend wants."""
     memory_gradient: bool = True
     """Backward: the new memory has a gradient (not at a model's last boundary)."""
+    saves: bool = True
+    """Forward: save anything for a backward; without, ``saved`` and ``extra`` are not touched."""
+    earlier: int = 0
+    """
+    Outputs of the window's earlier boundaries, 0 to 7 (K = 4: to 3). With some, the memory is not stored: it is
+    ``D_s A_s + sum_i c_is y_i`` of the anchor ``A``, which was, and of these.
+    """
+    writes: bool = True
+    """Forward: store the new memory; without, ``D`` and ``c`` of the new memory instead."""
+
+    dots_warps: int = 0
+    """Warps that take the dot products, 0 or 4: without, the 8 main warps take them before they mix the tile before."""
+
+    def __post_init__(self) -> None:
+        limit = {4: 3, 8: 7}.get(self.d_k, 0)
+        assert not self.dots_warps or (self.dots_warps, self.coefficient_warps) == (4, 3)
+        assert 0 <= self.earlier <= limit, "more outputs than a tile of 8 rows holds"
 
     @property
     def name(self) -> str:
@@ -47,7 +64,24 @@ class Spec:
     @property
     def arguments(self) -> str:
         """Letters of the kernel's arguments, as :class:`~.driver.Kernel` takes them."""
-        return {"forward": "pppppppif", "backward": "ppppppppppi", "finish": "ppi"}[self.direction]
+        window = "p" * self.window_arguments[1]
+        return {
+            "forward": f"ppppppp{window}if",
+            "backward": f"pppppppppp{window}i",
+            "finish": "ppi",
+        }[self.direction]
+
+    @property
+    def window_arguments(self) -> tuple[int, int]:
+        """
+        The first and the number of the arguments that are the window, one tuple for the compiler: ``D`` and ``c`` before the boundary,
+        those after it (forward only), the earlier outputs.
+        """
+        return {
+            "forward": (7, 2 + self.earlier),
+            "backward": (10, 1 + self.earlier),
+            "finish": (0, 0),
+        }[self.direction]
 
     # Shape.
 
@@ -58,7 +92,12 @@ class Spec:
 
     @cached_property
     def threads(self) -> int:
-        return 32 * (MAIN_WARPS + 1 + self.coefficient_warps)
+        return 32 * (MAIN_WARPS + 1 + self.coefficient_warps + self.dots_warps)
+
+    @property
+    def product_warps(self) -> int:
+        """Warps that share the columns of a dot product."""
+        return self.dots_warps or MAIN_WARPS
 
     @property
     def moves_registers(self) -> bool:
@@ -66,23 +105,68 @@ class Spec:
         return (1 + self.coefficient_warps) % 4 == 0
 
     @property
+    def start_registers(self) -> int:
+        """Of each thread at the start, in steps of 8."""
+        return 65_536 // self.threads // 8 * 8
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Of a thread by its warp's role, together no more than all have at the start."""
+        main, helper = self.main_registers, self.helper_registers
+        if self.dots_warps and self.direction == "forward":
+            # The maps are in the registers of the warps that take the products.
+            main = 104 if self.writes and self.earlier else 88
+        elif self.dots_warps:
+            main = 168
+        given = {"main": main, "helper": helper}
+        if self.dots_warps:
+            given["dots"] = 4 * self.start_registers - 2 * main - helper
+        return given
+
+    @property
     def helper_registers(self) -> int:
         """As few as leave the helpers without spills; so chosen, a forward has none at all."""
-        return 104 if self.direction == "forward" else 88
+        if self.direction == "forward":
+            return 104 if self.earlier < 4 else 136
+        return 88
 
     @property
     def main_registers(self) -> int:
-        """Together no more than all threads have at the start: 65,536 in steps of 8 for each."""
-        start = 65_536 // self.threads // 8 * 8
-        given = (start - self.helper_registers) * 32 * (1 + self.coefficient_warps)
-        return min(240, start + given // (32 * MAIN_WARPS) // 8 * 8)
+        given = (self.start_registers - self.helper_registers) * 32 * (1 + self.coefficient_warps)
+        return min(240, self.start_registers + given // (32 * MAIN_WARPS) // 8 * 8)
 
     @cached_property
     def rows(self) -> int:
-        """Rows of a token in shared memory: the memory's and ``y``; backward, their gradients too."""
+        """Rows of a token in shared memory: the memory's and ``y``; backward, their gradients too; the window's earlier outputs."""
+        return self.first_earlier + self.earlier
+
+    @cached_property
+    def first_earlier(self) -> int:
+        """The row of the first earlier output."""
         if self.direction == "forward":
             return self.d_k + 1
         return self.d_k + 2 + (self.d_k if self.memory_gradient else 0)
+
+    # Tiles of 8 rows with the outputs of a few tokens, each with ``y`` as row 0 and the window's earlier outputs after it.
+
+    @cached_property
+    def outputs(self) -> int:
+        """Outputs of a token: ``y`` and the earlier ones."""
+        return 1 + self.earlier
+
+    @cached_property
+    def output_stride(self) -> int:
+        """Rows from one token to the next."""
+        return 1 << (self.outputs - 1).bit_length()
+
+    @cached_property
+    def output_tokens(self) -> int:
+        """Tokens of one tile of outputs."""
+        return min(self.tokens, 8 // self.output_stride)
+
+    @cached_property
+    def output_tiles(self) -> int:
+        return self.tokens // self.output_tokens
 
     @cached_property
     def columns_per_thread(self) -> int:
@@ -111,10 +195,18 @@ class Spec:
     @cached_property
     def extra_columns(self) -> int:
         """
-        What the backward wants besides: ``S_s . Wq_j`` ``[K, K]``; ``y . Wq_j``, ``S_s . h`` and ``S_s . m`` ``[K]``;
-        ``y . h`` and ``y . m``.
+        What the backward wants besides: ``S_s . Wq_j`` ``[K, K]`` (of the anchor, in a window); ``y . Wq_j`` ``[outputs, K]``,
+        ``y`` first; ``S_s . h`` and ``S_s . m`` ``[K]``; ``y . h`` and ``y . m``.
         """
-        return round_up(self.d_k * self.d_k + 3 * self.d_k + 2, 4)
+        return round_up(self.extra_y_h + 2, 4)
+
+    @cached_property
+    def extra_s_h(self) -> int:
+        return self.d_k * (self.d_k + self.outputs)
+
+    @cached_property
+    def extra_y_h(self) -> int:
+        return self.extra_s_h + 2 * self.d_k
 
     @cached_property
     def n_parameters(self) -> int:
@@ -136,16 +228,33 @@ class Spec:
         return self.tokens * self.token_bytes
 
     @cached_property
+    def coefficient_bytes(self) -> int:
+        """Of one tile."""
+        return 4 * self.tokens * self.coefficient_floats
+
+    @property
+    def coefficient_buffers(self) -> int:
+        """Tiles whose coefficients are kept: warps of their own for the dot products may be as far ahead as the ring holds."""
+        return self.stages if self.dots_warps else 2
+
+    @cached_property
     def partial(self) -> dict[str, int]:
         """Where each kind of dot product lies among those of one token, in floats, and their number ``size``."""
-        K = self.d_k
+        K, n = self.d_k, self.outputs
         if self.direction == "backward":
             # With G the gradient of the new memory and g that of x times the gain, in two BF16 parts:
-            # S_s . G_s, y . G_s, S_s . g (high, low), y . g (high, low)
-            parts = {"memory": K, "y": K, "x": 2 * K, "y_x": 2}
+            # S_s . G_s, y . G_s, S_s . g (high, low), y . g (high, low); here and below S is a window's anchor, and
+            # everything with y is for each of its outputs
+            parts = {"memory": K, "y": n * K, "x": 2 * K, "y_x": 2 * n}
         else:
-            # S_s . S_t, Wq_j . S_s, y . S_s, y . (Wa, Wk, Wq), y . y
-            parts = {"gram": K * K, "query": K * K, "memory": K, "maps": 3 * K, "norm": 1}
+            # S_s . S_t, Wq_j . S_s, y . S_s, y . (Wa, Wk, Wq) and y_i . Wq, y . y
+            parts = {
+                "gram": K * K,
+                "query": K * K,
+                "memory": n * K,
+                "maps": (2 + n) * K,
+                "norm": n * n,
+            }
         offsets, at = {}, 0
         for name, size in parts.items():
             offsets[name] = at
@@ -156,7 +265,14 @@ class Spec:
     @cached_property
     def coefficient_floats(self) -> int:
         """Coefficients of one token that the second pass reads."""
-        return 4 * (self.d_k + 1) if self.direction == "forward" else 8 * (self.d_k + 1)
+        if self.direction == "forward":
+            return self.d_k * self.slot_floats + round_up(self.outputs, 4)
+        return 8 * (self.d_k + 1) + round_up(2 * self.earlier, 4)
+
+    @cached_property
+    def slot_floats(self) -> int:
+        """Forward: coefficients of one slot; one, the weight of the read, where no memory is written."""
+        return 4 + round_up(self.earlier, 4) if self.writes else 1
 
     @cached_property
     def shared(self) -> dict[str, int]:
@@ -167,20 +283,24 @@ class Spec:
         parts = {
             "barriers": 512,
             "gain": 4 * self.columns,
-            "partial": 4 * MAIN_WARPS * self.tokens * floats,
+            "partial": 4 * self.product_warps * self.tokens * floats,
             "total": 4 * self.coefficient_warps * floats,
             "exchange": 4 * exchange,
-            "coefficients": 4 * 2 * self.tokens * self.coefficient_floats,
+            "coefficients": 0 if self.dots_warps else 2 * self.coefficient_bytes,
             "biases": 4 * self.coefficient_warps * 3 * K if self.direction == "backward" else 0,
         }
         offsets, at = {}, 0
         for name, size in parts.items():
             offsets[name] = at
             at += round_up(size, 128)
-        offsets["ring"] = at
-        stages = min(self.max_stages, (SHARED_BYTES - at) // self.tile_bytes)
+        for_each = self.tile_bytes
+        if self.dots_warps:
+            for_each += round_up(self.coefficient_bytes, 128)
+            offsets["coefficients"] = at
+        stages = min(self.max_stages, (SHARED_BYTES - at) // for_each)
         offsets["stages"] = stages
-        offsets["size"] = at + stages * self.tile_bytes
+        offsets["ring"] = at + stages * (for_each - self.tile_bytes)
+        offsets["size"] = at + stages * for_each
         return offsets
 
     @property
@@ -191,12 +311,12 @@ class Spec:
 
     @cached_property
     def barriers(self) -> dict[str, int]:
-        n = self.stages
+        n, buffers = self.stages, self.coefficient_buffers
         return {
             "full": 0,
             "empty": 8 * n,
-            "partial_full": 16 * n,
-            "partial_empty": 16 * n + 8,
-            "coefficients_full": 16 * n + 16,
-            "exchange": 16 * n + 32,
+            "coefficients_full": 16 * n,
+            "partial_full": 16 * n + 8 * buffers,
+            "partial_empty": 16 * n + 8 * buffers + 8,
+            "exchange": 16 * n + 8 * buffers + 16,
         }

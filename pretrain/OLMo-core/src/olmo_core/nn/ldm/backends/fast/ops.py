@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from olmo_core.nn.depth.connection import upcast
 from olmo_core.nn.depth.triton_ops import define_op, is_eager, on_device
 
 from ..flexible import ops as flexible
@@ -54,18 +55,18 @@ class _Plan:
         return min(self.max_clusters, -(-n_tokens // self.spec.tokens))
 
 
-def _spec(
-    direction: str, options: str, d: int, device: int, memory_gradient: bool = True
-) -> Spec | None:
+def _spec(direction: str, options: str, d: int, device: int, **values: Any) -> Spec | None:
     o = BoundaryOptions.decode(options)
     return launch_table.spec(
-        _architecture(device), direction, d, o.d_k, o.key_activation, o.forget, memory_gradient
+        _architecture(device), direction, d, o.d_k, o.key_activation, o.forget, **values
     )
 
 
 @cache
-def _forward_plan(options: str, d: int, device: int) -> _Plan:
-    spec = _spec("forward", options, d, device)
+def _forward_plan(
+    options: str, d: int, device: int, saves: bool = True, earlier: int = 0, writes: bool = True
+) -> _Plan:
+    spec = _spec("forward", options, d, device, saves=saves, earlier=earlier, writes=writes)
     if spec is None:
         raise RuntimeError(f"LDM's fast backend has no forward kernel for d_model {d}")
     return _Plan(spec, device)
@@ -73,10 +74,10 @@ def _forward_plan(options: str, d: int, device: int) -> _Plan:
 
 @cache
 def _backward_plan(
-    options: str, d: int, device: int, memory_gradient: bool
+    options: str, d: int, device: int, memory_gradient: bool, earlier: int = 0
 ) -> tuple[_Plan, Kernel] | None:
     """``None``: the flexible backend's kernel runs instead."""
-    spec = _spec("backward", options, d, device, memory_gradient)
+    spec = _spec("backward", options, d, device, memory_gradient=memory_gradient, earlier=earlier)
     if spec is None:
         return None
     finish = _spec("finish", options, d, device)
@@ -162,10 +163,80 @@ def _launch_forward(
             saved + 4 * n_tokens * (o.n_rows + 4),
             memory_out.data_ptr(),
             x.data_ptr(),
+            0,
+            0,
             n_tokens,
             eps,
         )
     return out
+
+
+def pack_parameters(
+    parameters: LDMParameters, norm_weight: Tensor, options: str, out: Tensor | None = None
+) -> Tensor:
+    """
+    All parameters of a boundary as the kernels read them: maps ``[rows, D]`` (forget, key, query), gain ``[D]``, biases (query,
+    key, forget), FP32.
+
+    :param out: Where to put them; else a new tensor.
+    """
+    p, o = parameters, BoundaryOptions.decode(options)
+    d, device = norm_weight.shape[0], norm_weight.get_device()
+    if out is None:
+        out = norm_weight.new_empty((o.n_rows + 1) * d + o.n_biases, dtype=torch.float32)
+    pack = flexible._forward_plan(options, d, device)
+    with on_device(device):
+        pack.pack(
+            pack.pack_grid,
+            (
+                p.w_forget, p.w_beta, p.w_key, p.w_query, norm_weight, p.b_query, p.b_key, p.b_forget,
+                p.b_beta,
+            ),
+            (out,),
+        )  # fmt: skip
+    return out
+
+
+def forward_without_saving(
+    memory: Tensor, y: Tensor, packed: Tensor, eps: float, options: str, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """
+    A boundary without a backward: the training kernel, but nothing is saved.
+
+    :param memory: ``[..., K, D]``, BF16.
+    :param y: ``[..., D]``, BF16.
+    :param packed: From :func:`pack_parameters`.
+    :param in_place: Write the new memory over ``memory``, which must be contiguous. A token's rows are in shared memory before
+        any block writes them: the only cluster that reads them is the one that writes them, and each block waits for its
+        copies of a tile before it writes that tile's columns.
+
+    :returns: The new memory (``memory`` itself with ``in_place``) and ``x``.
+    """
+    d, device = y.shape[-1], y.get_device()
+    n_tokens = y.numel() // d
+    x = y.new_empty(y.shape)
+    if in_place and (not memory.is_contiguous() or memory.data_ptr() % 16):
+        raise ValueError("LDM's fast backend updates only a contiguous, aligned memory in place")
+    memory_out = memory if in_place else memory.new_empty(memory.shape)
+    if n_tokens:
+        plan = _forward_plan(options, d, device, saves=False)
+        memory, y = _aligned(memory), _aligned(y)
+        with on_device(device):
+            plan.kernel(
+                plan.clusters(n_tokens) * plan.spec.cluster,
+                memory.data_ptr(),
+                y.data_ptr(),
+                packed.data_ptr(),
+                0,
+                0,
+                memory_out.data_ptr(),
+                x.data_ptr(),
+                0,
+                0,
+                n_tokens,
+                eps,
+            )
+    return memory_out, x
 
 
 def _launch_backward(
@@ -210,6 +281,7 @@ def _launch_backward(
             d_memory.data_ptr(),
             d_y.data_ptr(),
             partials.data_ptr(),
+            0,
             n_tokens,
         )
         finish(
@@ -219,6 +291,219 @@ def _launch_backward(
             clusters,
         )
     return out
+
+
+# A window: the memory is stored by every so many boundaries, the anchor A. Between them it is D A + sum_i c_i y_i.
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _launch_window_forward(
+    memory: Tensor,
+    y: Tensor,
+    coefficients: Tensor | None,
+    earlier: tuple[Tensor, ...],
+    parameters: LDMParameters,
+    norm_weight: Tensor,
+    eps: float,
+    options: str,
+    writes: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
+    """
+    :param memory: The anchor, ``[..., K, D]``.
+    :param coefficients: ``D`` and ``c`` of each of the ``n`` earlier outputs, ``[..., (1 + n) K]``, FP32; ``None`` at a window's first
+        boundary, whose memory is the anchor.
+    :param earlier: The outputs that the window's boundaries before this one wrote, ``[..., D]``.
+    :param writes: Store the new memory.
+
+    :returns: The new memory or ``None``, ``x``, ``None`` or the coefficients ``[..., (2 + n) K]`` of the new memory, and the packed
+        parameters with the saved products.
+    """
+    o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
+    n_tokens, n = y.numel() // d, len(earlier)
+    extra = Spec("forward", 64, o.d_k, earlier=n).extra_columns
+    x, memory_out, coefficients_out = y.new_empty(y.shape), None, None
+    if writes:
+        memory_out = memory.new_empty(memory.shape)
+    else:
+        shape = (*y.shape[:-1], (2 + n) * o.d_k)
+        coefficients_out = y.new_empty(shape, dtype=torch.float32)
+    n_parameters = (o.n_rows + 1) * d + o.n_biases
+    n_saved = n_tokens * (o.n_rows + 4 + extra)
+    packed = y.new_empty(n_parameters + n_saved, dtype=torch.float32)
+    if n_tokens:
+        plan = _forward_plan(options, d, device, True, n, writes)
+        pack_parameters(parameters, norm_weight, options, packed)
+        memory, y = _aligned(memory), _aligned(y)
+        outputs = [_aligned(t) for t in earlier]  # kept until the launch
+        start = packed.data_ptr()
+        saved = start + 4 * n_parameters
+        with on_device(device):
+            plan.kernel(
+                plan.clusters(n_tokens) * plan.spec.cluster,
+                memory.data_ptr(),
+                y.data_ptr(),
+                start,
+                saved,
+                saved + 4 * n_tokens * (o.n_rows + 4),
+                _address(memory_out),
+                x.data_ptr(),
+                _address(coefficients),
+                _address(coefficients_out),
+                *(t.data_ptr() for t in outputs),
+                n_tokens,
+                eps,
+            )
+    return memory_out, x, coefficients_out, packed
+
+
+def _launch_window_backward(
+    memory: Tensor,
+    y: Tensor,
+    coefficients: Tensor | None,
+    earlier: tuple[Tensor, ...],
+    packed: Tensor,
+    d_memory_out: Tensor | None,
+    d_x: Tensor,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    :param d_memory_out: The gradient of the new memory as if it had been stored.
+
+    :returns: The gradients of the memory before the boundary, as if it had been stored, of ``y``, and of all parameters in one
+        FP32 buffer.
+    """
+    o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
+    n_tokens = y.numel() // d
+    d_memory, d_y, _, _, d_parameters = flexible._backward_outputs(o, memory, y, None, None)
+    if n_tokens == 0:
+        return d_memory, d_y, d_parameters.zero_()
+    plans = _backward_plan(options, d, device, d_memory_out is not None, len(earlier))
+    assert plans is not None, "a window has a kernel for each direction"
+    plan, finish = plans
+    spec, clusters = plan.spec, plan.clusters(n_tokens)
+    partials = packed.new_empty(clusters * spec.n_parameters)
+    memory, y, d_x = _aligned(memory), _aligned(y), _aligned(d_x)
+    outputs = [_aligned(t) for t in earlier]
+    if d_memory_out is not None:
+        d_memory_out = _aligned(d_memory_out)
+    start = packed.data_ptr()
+    saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
+    with on_device(device):
+        plan.kernel(
+            clusters * spec.cluster,
+            memory.data_ptr(),
+            y.data_ptr(),
+            start,
+            saved,
+            saved + 4 * n_tokens * (o.n_rows + 4),
+            _address(d_memory_out),
+            d_x.data_ptr(),
+            d_memory.data_ptr(),
+            d_y.data_ptr(),
+            partials.data_ptr(),
+            _address(coefficients),
+            *(t.data_ptr() for t in outputs),
+            n_tokens,
+        )
+        finish(-(-spec.n_parameters // 256), partials.data_ptr(), d_parameters.data_ptr(), clusters)
+    return d_memory, d_y, d_parameters
+
+
+class _WindowBoundary(torch.autograd.Function):
+    """
+    The memory that flows between boundaries is the anchor's storage, and its gradient that of the memory it stands for: each boundary
+    writes the gradient of the memory before it from that of the memory after it, as if both had been stored. The earlier
+    outputs have no gradient here; their own boundaries write it.
+    """
+
+    @staticmethod
+    def forward(ctx, memory, y, coefficients, earlier, *arguments):
+        *parameters, norm_weight, eps, options, writes = arguments
+        memory_out, x, coefficients_out, packed = _launch_window_forward(
+            memory, y, coefficients, earlier, LDMParameters(*parameters), norm_weight, eps, options,
+            writes,
+        )  # fmt: skip
+        ctx.options, ctx.has_pending = options, False
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(memory, y, packed, coefficients, *earlier)
+        if coefficients_out is not None:
+            ctx.mark_non_differentiable(coefficients_out)
+        if memory_out is None:
+            # A new tensor of the same storage, for the gradient. Neither the input nor a view of it: FSDP2 warns of views.
+            memory_out = memory.new_empty(0).set_(memory)
+        return memory_out, x, coefficients_out
+
+    @staticmethod
+    def backward(ctx, d_memory_out, d_x, _):
+        def launch(memory, y, packed, coefficients, *rest):
+            *earlier, d_memory_out, d_x, _, options = rest
+            d_memory, d_y, d_parameters = _launch_window_backward(
+                memory, y, coefficients, tuple(earlier), packed, d_memory_out, d_x, options
+            )
+            return d_memory, d_y, None, None, d_parameters
+
+        out = flexible._backward_boundary(
+            ctx, d_memory_out, d_x, None, launch=launch, op=flexible._refuse_double_backward
+        )
+        return *out[:2], None, None, *out[5:14], None, None, None
+
+
+def _stored(memory: Tensor, coefficients: Tensor, earlier: list[Tensor]) -> Tensor:
+    """The memory that an anchor and what came after it stand for, with the anchor's gradient."""
+    S = upcast(memory.detach())
+    held = coefficients.unflatten(-1, (1 + len(earlier), S.shape[-2]))
+    new = held[..., 0, :, None] * S
+    for i, output in enumerate(earlier, start=1):
+        new = new + held[..., i, :, None] * upcast(output)[..., None, :]
+    return (upcast(memory) + (new - S)).to(memory.dtype)
+
+
+def window_boundary(
+    state: tuple[Tensor, ...],
+    y: Tensor,
+    parameters: LDMParameters,
+    options: str,
+    norm_weight: Tensor,
+    eps: float,
+    window: int,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """
+    As :func:`boundary`, but the memory is stored by every ``window``-th boundary only.
+
+    :param state: ``(S,)``, or ``(S, coefficients, y_1, ..., y_n)`` for the memory ``D S + sum_i c_i y_i`` with ``coefficients``
+        ``[..., (1 + n) K]`` FP32 (``D`` first) and ``n < window`` earlier outputs. The gradient of ``S`` is that of this memory;
+        the others have none.
+
+    :returns: The new state and ``x`` ``[..., D]``, BF16.
+    :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
+    """
+    memory, *rest = state
+    coefficients, earlier = (rest[0], rest[1:]) if rest else (None, [])
+    if not is_eager(y):
+        # An op must not return one of its inputs; what is traced stores the memory every time.
+        if coefficients is not None:
+            memory = _stored(memory, coefficients, earlier)
+        new_memory, x = boundary(memory, y, parameters, options, norm_weight, eps)
+        return (new_memory,), x
+    writes = len(earlier) == window - 1
+    arguments = (memory, y, coefficients, tuple(earlier))
+    after: Tensor | None
+    if torch.is_grad_enabled():
+        memory, x, after = _WindowBoundary.apply(
+            *arguments, *parameters, norm_weight, eps, options, writes
+        )
+    else:
+        # The same kernels and the same state as with gradients: what is saved (0.2 vectors) is dropped at once.
+        written, x, after, _ = _launch_window_forward(
+            *arguments, parameters, norm_weight, eps, options, writes
+        )
+        memory = memory if written is None else written
+    if after is None:
+        return (memory,), x
+    return (memory, after, *earlier, y.detach()), x
 
 
 def _op_forward(memory, y, *arguments):
@@ -286,7 +571,10 @@ def boundary(
     """
     launch: Any
     if is_eager(y):
-        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
+        if not torch.is_grad_enabled():
+            packed = pack_parameters(parameters, norm_weight, options)
+            return forward_without_saving(memory, y, packed, eps, options)
+        launch = _Boundary.apply
     else:
         launch = _forward
     return launch(memory, y, None, None, None, *parameters, norm_weight, eps, options)[:2]

@@ -1,15 +1,17 @@
 """
 Compile the ``fast`` kernels without a GPU, for machines that have one but not the CuTe DSL::
 
-    python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--candidates]
+    python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--window 4] [--candidates]
 
-Without ``--shapes``: every row of the launch table, or the standard shapes for an architecture that has no rows. Set
+With a window, the kernels of the recurrent form are compiled too. Without ``--shapes``: every row of the launch table, or the standard shapes for an architecture that has no rows. Set
 ``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from . import cache, launch_table
@@ -35,7 +37,7 @@ def shapes_of(architecture: str) -> list[tuple[int, int]]:
     return sorted(rows) or SHAPES
 
 
-def compile_all(specs: list[Spec], architecture: str, place: Path) -> int:
+def compile_all(specs: Sequence[cache.Spec], architecture: str, place: Path) -> int:
     """Compile what ``place`` does not have yet. Returns the number of compiled kernels."""
     n = 0
     for spec in dict.fromkeys(specs):
@@ -58,6 +60,7 @@ def main() -> None:
         "--key-activation", default="two_sigmoid", choices=["two_sigmoid", "softmax"]
     )
     parser.add_argument("--forget", default="dynamic", choices=["dynamic", "static", "none"])
+    parser.add_argument("--window", type=int, default=1, help="the models' option of that name")
     parser.add_argument(
         "--candidates", action="store_true", help="the launches that tune tries, too"
     )
@@ -69,18 +72,37 @@ def main() -> None:
     shapes = parse_shapes(args.shapes) if args.shapes else shapes_of(args.arch)
     specs: list[Spec] = []
     for d, d_k in shapes:
-        found = launch_table.specs(args.arch, d, d_k, args.key_activation, args.forget)
-        if not found:
+        options = (args.key_activation, args.forget)
+        if not launch_table.specs(args.arch, d, d_k, *options):
             sys.exit(f"the fast backend has no kernels for d_model {d} with d_k {d_k}")
-        specs += found
+        window = launch_table.window(d, d_k, args.window)
+        if window != args.window:
+            sys.exit(f"no kernels for a window of {args.window} with d_model {d} and d_k {d_k}")
+        for w in {1, window}:
+            specs += launch_table.specs(args.arch, d, d_k, *options, w)
         if args.candidates:
-            for direction in ("forward", "backward"):
-                for launch in launch_table.candidates(args.arch, direction, d, d_k):
-                    specs.append(
-                        launch_table.spec_of(
-                            launch, direction, d, d_k, args.key_activation, args.forget
+            for direction, earlier in product(("forward", "backward"), range(window)):
+                last = earlier == window - 1 or direction == "backward"
+                known = launch_table.candidates(args.arch, direction, d, d_k, earlier)
+                if window > 1 and not earlier:
+                    # A window's first boundary has the rows of the recurrent form; tune times only these beside them.
+                    known = launch_table.dots_candidates(args.arch, direction, d, d_k)
+                for launch in known:
+                    for writes in {last, last or not earlier}:
+                        specs.append(
+                            launch_table.spec_of(
+                                launch, direction, d, d_k, *options, earlier=earlier, writes=writes
+                            )
                         )
-                    )
+                    if launch.dots_warps and not earlier:
+                        # A module asks for all kernels of the recurrent form, and tune checks one with these rows.
+                        backward = direction == "backward"
+                        specs.append(
+                            launch_table.spec_of(
+                                launch, direction, d, d_k, *options,
+                                memory_gradient=not backward, saves=backward,
+                            )
+                        )  # fmt: skip
     n = compile_all(specs, args.arch, args.out)
     print(f"{n} kernels compiled for {args.arch}, {len(set(specs)) - n} were there: {args.out}")
 

@@ -103,7 +103,14 @@ def store_global_float(address, value, predicate=None):
     )
 
 
-def store_global_4(address, values, predicate=None):
+def store_global_4(address, values, predicate=None, policy=None):
+    if policy is not None:
+        inline_ptx(
+            "st.global.L2::cache_hint.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, {$r5};",
+            read_only_args=[Int64(address), *map(Uint32, values), policy],
+            predicate=predicate,
+        )
+        return
     inline_ptx(
         "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[Int64(address), *map(Uint32, values)],
@@ -261,3 +268,40 @@ def select(condition, a, b):
     """``a`` where ``condition`` holds, else ``b``; both ``Uint32``."""
     mask = Uint32(0) - Uint32(Int32(condition))
     return (a & mask) | (b & ~mask)
+
+
+def keep_policy():
+    """For loads and stores: keep what they touch in the L2 cache when others stream through it."""
+    return inline_ptx(
+        "createpolicy.fractional.L2::evict_last.b64 {$w0}, 1.0;", write_only_types=[Int64]
+    )
+
+
+def load_global_4(address, policy=None):
+    if policy is not None:
+        return inline_ptx(
+            "ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[Int64(address), policy],
+        )
+    return inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Int64(address)],
+    )
+
+
+def load_global_float_2(address):
+    return inline_ptx(
+        "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32] * 2,
+        read_only_args=[Int64(address)],
+    )
+
+
+def load_shared_float_2(address):
+    return inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32] * 2,
+        read_only_args=[Int32(address)],
+    )

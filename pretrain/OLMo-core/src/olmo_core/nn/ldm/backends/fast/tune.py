@@ -2,6 +2,7 @@
 Check and time the ``fast`` kernels on this GPU, beside the flexible ones, for ``launch_table.py``::
 
     python -m olmo_core.nn.ldm.backends.fast.tune --cache DIR --out FILE.json [--shapes 1024x8,2048x8] [--tokens 16384]
+    python -m olmo_core.nn.ldm.backends.fast.tune --cache DIR --out FILE.json --only window
 
 ``DIR`` has kernels from ``precompile --candidates``; with the CuTe DSL installed, missing ones are compiled into it. First every
 output and gradient against the FP64 reference and bit by bit on a repeat, with all new memory filled with NaN; then the times
@@ -9,6 +10,9 @@ of the launches by CUDA graph replay, the ratio to the byte floor (2K + 2 and 3K
 at the bandwidth of a copy kernel in this run), and the host's time of an eager call. Each part runs in a process of its own that is
 ended when it says nothing for a minute: a kernel that waits for ever does not stop the rest. The JSON is written anew after
 every result; its ``table`` holds the best launches. Exit status 1 if something was wrong.
+
+The parts ``window`` and ``dots`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries alone and in
+a row, and for launches whose dot products have warps of their own, in both forms; each ends with a window beside the recurrent form.
 """
 
 import argparse
@@ -18,6 +22,9 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -46,6 +53,18 @@ CHECKS: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 SHAPES = [(1024, 8), (2048, 8), (1024, 4), (2048, 4), (512, 8)]
 SILENCE_S = 60
+
+WINDOW_CHECKS: list[tuple[int, int, int, int, dict[str, Any]]] = [
+    # d, K, tokens, window, options
+    (1024, 8, 1, 4, {}),
+    (1024, 8, 1061, 4, {}),
+    (1024, 8, 8195, 4, {}),
+    (2048, 8, 2051, 4, {}),
+    (1024, 4, 1061, 4, {}),
+    (2048, 4, 2051, 4, {}),
+]
+WINDOW_SHAPES = [(1024, 8), (2048, 8), (1024, 4), (2048, 4)]
+WINDOW = 4
 
 
 def say(kind: str, **values: Any) -> None:
@@ -130,7 +149,7 @@ def work_check(args: argparse.Namespace) -> None:
         try:
             result = check(d, d_k, n_tokens, options)
         except Exception as e:  # the others still run
-            result = {"errors": {}, "wrong": [f"{type(e).__name__}: {e}".splitlines()[0][:300]]}
+            result = {"errors": {}, "wrong": [_first_line(e)]}
         say("check", name=name, **result)
     for name, call in (
         ("streams and graphs", lambda: check_streams(1024, 8)),
@@ -140,8 +159,383 @@ def work_check(args: argparse.Namespace) -> None:
         try:
             wrong = call()
         except Exception as e:
-            wrong = [f"{type(e).__name__}: {e}".splitlines()[0][:300]]
+            wrong = [_first_line(e)]
         say("check", name=name, errors={}, wrong=wrong)
+
+
+def run_chain(
+    backend: str,
+    d: int,
+    d_k: int,
+    window: int,
+    options: dict[str, Any],
+    inputs: dict[str, list[Tensor]],
+    last: bool,
+    dtype: torch.dtype | None = None,
+    device: str = "cuda",
+) -> dict[str, dict[str, Tensor]]:
+    """
+    Outputs and all gradients of boundaries in a row, as many as there are ``y``.
+
+    :param last: The last boundary is a model's: nothing follows it, and its memory has no gradient.
+    """
+    n = len(inputs["y"])
+    modules = [common.boundary(d, d_k, backend, device, window=window, **options) for _ in range(n)]
+    generator = torch.Generator(device=device).manual_seed(3)
+    for module in modules:
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator, device=device)
+            p.data.add_(0.1 * p.data.std().nan_to_num(1.0) * noise)
+        if dtype is not None:
+            module.to(dtype)
+    tensors = {
+        name: [t if dtype is None else t.to(dtype) for t in ts] for name, ts in inputs.items()
+    }
+    leaves = {
+        name: [t.detach().requires_grad_() for t in tensors[name]]
+        for name in ("memory", "y", "gain")
+    }
+    state: tuple[Tensor, ...] = (leaves["memory"][0],)
+    outputs = {}
+    for i, module in enumerate(modules):
+        state, outputs[f"x {i}"] = module(state, leaves["y"][i], leaves["gain"][i])
+    ends, grads = list(outputs.values()), tensors["d_x"]
+    if not last:
+        # Whatever the state is then, the first tensor's gradient is that of the memory.
+        ends, grads = [*ends, state[0]], [*grads, *tensors["d_memory"]]
+        if len(state) == 1:
+            outputs["memory"] = state[0]
+    torch.autograd.backward(ends, grads)
+    return {
+        "output": {name: t.detach() for name, t in outputs.items()},
+        "source": {
+            "memory": leaves["memory"][0].grad,
+            **{f"y {i}": t.grad for i, t in enumerate(leaves["y"])},
+        },
+        "parameter": {
+            **{f"gain {i}": t.grad for i, t in enumerate(leaves["gain"])},
+            **{f"{k} {i}": p.grad for i, m in enumerate(modules) for k, p in m.named_parameters()},
+        },
+    }  # type: ignore[return-value]
+
+
+def draw_chain(
+    d: int, d_k: int, n_tokens: int, n: int, device: str = "cuda"
+) -> dict[str, list[Tensor]]:
+    memory, y, gain, d_memory, d_x = common.draw(d, d_k, n_tokens, torch.bfloat16, device)
+    generator = torch.Generator(device=device).manual_seed(4)
+
+    def more(t: Tensor) -> list[Tensor]:
+        noise = [torch.randn(t.shape, generator=generator, device=device) for _ in range(n - 1)]
+        return [t, *(r.to(t.dtype) if t.ndim > 1 else t + 0.1 * r for r in noise)]
+
+    return {
+        "memory": [memory],
+        "y": more(y),
+        "gain": more(gain),
+        "d_x": more(d_x),
+        "d_memory": [d_memory],
+    }
+
+
+def check_window(
+    d: int, d_k: int, n_tokens: int, window: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """A whole window, and a window and half of the next one that ends the model; as :func:`check`."""
+    errors: dict[str, tuple[float, float]] = {}
+    wrong: list[str] = []
+    for n, last in ((window, False), (window + 2, True)):
+        inputs = draw_chain(d, d_k, n_tokens, n)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+        runs = [
+            run_chain("fast", d, d_k, window, options, inputs, last),
+            run_chain("fast", d, d_k, window, options, inputs, last),
+            run_chain("reference", d, d_k, window, options, inputs, last),
+        ]
+        torch.use_deterministic_algorithms(False)
+        truth = run_chain("reference", d, d_k, window, options, inputs, last, torch.float64)
+        mine, again, reference = runs
+        for kind, tensors in mine.items():
+            for name, t in tensors.items():
+                e = common.relative_rms(t, truth[kind][name])
+                r = common.relative_rms(reference[kind][name], truth[kind][name])
+                key = f"{kind} {name}, {n} in a row"
+                errors[key] = (e, r)
+                # Both errors are noise of the BF16 gradients between the boundaries. That of a bias, or from a few tokens, is a
+                # few draws (up to 2e-2 were seen); what a wrong formula leaves out is far more.
+                many = t.numel() >= 1000 and n_tokens >= 256
+                limit = max(common.TOLERANCE[kind], 1.5 * r) if many else max(4e-2, 5 * r)
+                if not e < limit:
+                    wrong.append(f"{key} {e:.2e} (reference {r:.2e})")
+                if not torch.equal(t, again[kind][name]):
+                    wrong.append(f"{key} differs on repeat")
+        del truth, runs, mine, again, reference
+    return {"errors": errors, "wrong": wrong}
+
+
+def check_position(
+    d: int, d_k: int, n_tokens: int, window: int, earlier: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """One boundary in the middle or at the end of a window, alone, against FP64: no noise from others."""
+    device = torch.device("cuda")
+    memory, y, gain, d_memory, d_x = common.draw(d, d_k, n_tokens, torch.bfloat16)
+    outputs = draw_chain(d, d_k, n_tokens, earlier + 1)["y"][1:]
+    generator = torch.Generator(device=device).manual_seed(5)
+    shape = (1, n_tokens, (1 + earlier) * d_k)
+    coefficients = torch.rand(shape, generator=generator, device=device)
+    module = common.boundary(d, d_k, "fast", window=window, **options)
+
+    def run() -> dict[str, Any]:
+        module.zero_grad()
+        leaves = [t.detach().requires_grad_() for t in (memory, y, gain)]
+        state, x = ops.window_boundary(
+            (leaves[0], coefficients, *outputs), leaves[1], module.ldm_parameters, module.options_code,
+            leaves[2], common.EPS, window,
+        )  # fmt: skip
+        torch.autograd.backward((state[0], x), (d_memory, d_x))
+        new = state[0] if len(state) == 1 else ops._stored(state[0], state[1], list(state[2:]))
+        return {
+            "output memory": new.detach(),
+            "output x": x.detach(),
+            **{f"source {n}": t.grad for n, t in zip(("memory", "y"), leaves, strict=False)},
+            "parameter norm_weight": leaves[2].grad,
+            **{f"parameter {n}": p.grad for n, p in module.named_parameters()},
+        }
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    mine, again = run(), run()
+    torch.use_deterministic_algorithms(False)
+    stored = ops._stored(memory.double(), coefficients.double(), [t.double() for t in outputs])
+    inputs = [stored, *(t.double() for t in (y, gain, d_memory, d_x))]
+    reference = common.boundary(d, d_k, "reference", **options).double()
+    truth = {
+        f"{kind} {name}": t
+        for kind, tensors in common.run(reference, inputs, torch.float64).items()
+        for name, t in tensors.items()
+    }
+    errors, wrong = {}, []
+    for name, t in mine.items():
+        e = common.relative_rms(t, truth[name])
+        errors[name] = (e, 0.0)
+        if not e < common.TOLERANCE[name.split()[0]]:
+            wrong.append(f"{name} {e:.2e}")
+        if not torch.equal(t, again[name]):
+            wrong.append(f"{name} differs on repeat")
+    return {"errors": errors, "wrong": wrong}
+
+
+class WindowCase:
+    """The launches of a window's boundaries at one size, each with tensors of its own, called without autograd."""
+
+    def __init__(self, d: int, d_k: int, n_tokens: int, window: int):
+        module = common.boundary(d, d_k, "fast", window=window)
+        inputs = draw_chain(d, d_k, n_tokens, window)
+        (memory,), ys, gains = inputs["memory"], inputs["y"], inputs["gain"]
+        p, code = module.ldm_parameters, module.options_code
+        self.forwards: list[tuple] = []
+        self.backwards: list[tuple] = []
+        coefficients: Tensor | None = None
+        earlier: tuple[Tensor, ...] = ()
+        for i, (y, gain) in enumerate(zip(ys, gains, strict=True)):
+            writes = i == window - 1
+            arguments = (memory, y, coefficients, earlier, p, gain, common.EPS, code, writes)
+            self.forwards.append(arguments)
+            _, _, after, packed = ops._launch_window_forward(*arguments)
+            (d_memory,), d_x = inputs["d_memory"], inputs["d_x"][i]
+            self.backwards.append((memory, y, coefficients, earlier, packed, d_memory, d_x, code))
+            coefficients, earlier = after, (*earlier, y)
+
+    def call(self, direction: str, i: int) -> None:
+        if direction == "forward":
+            ops._launch_window_forward(*self.forwards[i])
+        else:
+            ops._launch_window_backward(*self.backwards[i])
+
+    def us(self, direction: str, i: int) -> float:
+        """Microseconds of boundary ``i`` of the window."""
+        ops.forget_plans()
+        return common.graph_us(lambda: self.call(direction, i))
+
+    def chain_us(self, direction: str) -> float:
+        """Microseconds of a boundary when all of them run in the order of a step."""
+        ops.forget_plans()
+        n = len(self.forwards)
+        order = range(n) if direction == "forward" else range(n - 1, -1, -1)
+
+        def chain() -> None:
+            for i in order:
+                self.call(direction, i)
+
+        return common.graph_us(chain) / n
+
+
+def window_vectors(direction: str, d_k: int, earlier: int, window: int) -> int:
+    """Vectors of D elements that a window's boundary reads and writes for each token."""
+    if direction == "forward":
+        return d_k + 2 + earlier + (d_k if earlier == window - 1 else 0)
+    return 3 * d_k + 3 + earlier
+
+
+def _run_checks(checks: list[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
+    for name, check_one in checks:
+        say("start", name=name)
+        try:
+            result = check_one()
+        except Exception as e:  # the others still run
+            result = {"errors": {}, "wrong": [_first_line(e)]}
+        say("check", name=name, **result)
+        torch.cuda.empty_cache()
+
+
+def work_window(args: argparse.Namespace, dots: bool = False) -> None:
+    """
+    :param dots: Launches whose dot products have warps of their own, of the recurrent form and of windows, beside the table's; else the
+        other launches of windows.
+    """
+    shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
+    architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability()[0]]
+    if not dots:
+        for d, d_k, n_tokens, window, options in WINDOW_CHECKS:
+            if (d, d_k) in shapes:
+                size = f"window {window}, {d}x{d_k}, {n_tokens} tokens"
+                _run_checks(
+                    [
+                        (
+                            f"boundary {e} of {size}",
+                            partial(check_position, d, d_k, n_tokens, window, e, options),
+                        )
+                        for e in range(1, window)
+                    ]
+                    + [
+                        (
+                            f"chains of {size}",
+                            partial(check_window, d, d_k, n_tokens, window, options),
+                        )
+                    ]
+                )
+    say("start", name="copy")
+    bandwidth = common.copy_bandwidth()
+    say("copy", bandwidth=bandwidth)
+    floor = max(bandwidth.values())
+    rows = dict(launch_table.TABLE), dict(launch_table.WINDOWS)
+    for d, d_k in shapes:
+        plans = {
+            (direction, earlier): _window_candidates(
+                architecture, direction, d, d_k, earlier, dots=dots
+            )
+            for direction, earlier in product(("forward", "backward"), range(WINDOW))
+        }
+        if dots:
+            for (direction, earlier), known in plans.items():
+                _row(architecture, direction, d, d_k, earlier, known[-1])
+            ops.forget_plans()
+            n = 1061
+            _run_checks(
+                [(f"{d}x{d_k}, {n} tokens, dots", partial(check, d, d_k, n, {}))]
+                + [
+                    (
+                        f"boundary {e} of window {WINDOW}, {d}x{d_k}, {n} tokens, dots",
+                        partial(check_position, d, d_k, n, WINDOW, e, {}),
+                    )
+                    for e in range(1, WINDOW)
+                ]
+            )
+            _restore(rows)
+        for n_tokens in map(int, args.tokens.split(",")):
+            try:
+                with torch.no_grad():
+                    time_window(architecture, d, d_k, n_tokens, plans, floor)
+            except Exception as e:
+                say(
+                    "failed", d=d, K=d_k, M=n_tokens, direction="", launch="", reason=_first_line(e)
+                )
+            _restore(rows)
+            torch.cuda.empty_cache()
+
+
+def _window_candidates(
+    architecture: str, direction: str, d: int, d_k: int, earlier: int, *, dots: bool
+) -> list[Launch]:
+    first = launch_table.launch(architecture, direction, d, d_k, earlier)
+    assert first is not None
+    if dots:
+        return [first, *launch_table.dots_candidates(architecture, direction, d, d_k, earlier)]
+    if not earlier:
+        # The rows of the recurrent form, which the part "time" chooses.
+        return [first]
+    known = launch_table.candidates(architecture, direction, d, d_k, earlier)
+    return [k for k in known if not k.dots_warps]
+
+
+def _row(architecture: str, direction: str, d: int, d_k: int, earlier: int, launch: Launch) -> None:
+    """A window's first boundary has the row of the recurrent form."""
+    if earlier:
+        launch_table.WINDOWS[architecture, direction, d, d_k, earlier] = launch
+    else:
+        launch_table.TABLE[architecture, direction, d, d_k] = launch
+
+
+def _restore(rows: tuple[dict, dict]) -> None:
+    for table, before in zip((launch_table.TABLE, launch_table.WINDOWS), rows, strict=True):
+        table.clear()  # type: ignore[attr-defined]
+        table.update(before)  # type: ignore[attr-defined]
+    ops.forget_plans()
+
+
+def time_window(
+    architecture: str,
+    d: int,
+    d_k: int,
+    n_tokens: int,
+    plans: dict[tuple[str, int], list[Launch]],
+    floor: float,
+) -> None:
+    """The candidates of each boundary of a window, and a window of the best ones beside the recurrent form."""
+    values: dict[str, Any] = {"d": d, "K": d_k, "M": n_tokens}
+    say("start", name=f"{d}x{d_k} inputs")
+    case = WindowCase(d, d_k, n_tokens, WINDOW)
+    recurrent = Case(d, d_k, n_tokens, ops)
+    best_recurrent: tuple[float, Launch] | None = None
+    for (direction, earlier), known in plans.items():
+        n_bytes = window_vectors(direction, d_k, earlier, WINDOW) * d * 2 * n_tokens
+        best: tuple[float, Launch] | None = None
+        for launch in known:
+            say("start", name=f"{d}x{d_k} {direction} {earlier} {launch}")
+            _row(architecture, direction, d, d_k, earlier, launch)
+            part = {**values, "direction": f"{direction} {earlier}", "launch": repr(launch)}
+            try:
+                us = case.us(direction, earlier)
+                if (direction, earlier) == ("forward", 0):
+                    us_recurrent = common.graph_us(recurrent.forward)
+                    part["recurrent_us"] = round(us_recurrent, 1)
+                    if best_recurrent is None or us_recurrent < best_recurrent[0]:
+                        best_recurrent = us_recurrent, launch
+            except Exception as e:  # a candidate that does not launch is left out
+                say("failed", reason=_first_line(e), **part)
+                continue
+            say(
+                "time",
+                us=round(us, 1),
+                gbs=round(n_bytes / us / 1e3),
+                ratio=round(us * 1e-6 * floor / n_bytes, 2),
+                **part,
+            )
+            if best is None or us < best[0]:
+                best = us, launch
+        if best is not None:
+            _row(architecture, direction, d, d_k, earlier, best[1])
+    say("start", name=f"{d}x{d_k} windows in a row")
+    us_of = {direction: case.chain_us(direction) for direction in ("forward", "backward")}
+    say("chain", form="window", us={k: round(v, 1) for k, v in us_of.items()}, **values)
+    if best_recurrent is not None:
+        _row(architecture, "forward", d, d_k, 0, best_recurrent[1])
+    ops.forget_plans()
+    us_of = {k: common.graph_us(getattr(recurrent, k)) for k in ("forward", "backward")}
+    say("chain", form="recurrent", us={k: round(v, 1) for k, v in us_of.items()}, **values)
+
+
+def _first_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {e}".splitlines()[0][:300]
 
 
 class Case:
@@ -196,6 +590,7 @@ def work_time(args: argparse.Namespace) -> None:
     floor = max(bandwidth.values())
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability()[0]]
     shapes = precompile.parse_shapes(args.shapes) if args.shapes else SHAPES
+    rows = dict(launch_table.TABLE), dict(launch_table.WINDOWS)
     for d, d_k in shapes:
         for n_tokens in map(int, args.tokens.split(",")):
             for direction in ("forward", "backward"):
@@ -214,12 +609,13 @@ def work_time(args: argparse.Namespace) -> None:
                     except (
                         Exception
                     ) as e:  # a candidate that does not launch is reported and left out
-                        reason = f"{type(e).__name__}: {e}".splitlines()[0][:300]
-                        say("failed", d=d, K=d_k, M=n_tokens, direction=direction, launch=name, reason=reason)  # fmt: skip
+                        say(
+                            "failed", d=d, K=d_k, M=n_tokens, direction=direction, launch=name,
+                            reason=_first_line(e),
+                        )  # fmt: skip
                         continue
                     finally:
-                        launch_table.TABLE.pop((architecture, direction, d, d_k), None)
-                        ops.forget_plans()
+                        _restore(rows)
                     say(
                         "time",
                         d=d,
@@ -257,7 +653,11 @@ def show(line: dict[str, Any]) -> str:
         return (
             f"{line['d']:5d} {line['K']:2d} {line['M']:6d} {line['direction']:9s} {line['launch']:75s} "
             f"{line['us']:8.1f} us {line['gbs']:5d} GB/s {line['ratio']:5.2f} x floor"
+            + (f", recurrent {line['recurrent_us']} us" if "recurrent_us" in line else "")
         )
+    if kind == "chain":
+        text = ", ".join(f"{k} {v:7.1f} us" for k, v in line["us"].items())
+        return f"{line['d']:5d} {line['K']:2d} {line['M']:6d} {line['form']:9s} {text} for each boundary"
     if kind == "host":
         return (
             f"host {line['d']}x{line['K']}: forward {line['us'][0]} us, backward {line['us'][1]} us"
@@ -272,9 +672,20 @@ def worker(name: str) -> list[str]:
     return [sys.executable, "-m", __spec__.name, "--work", name, *sys.argv[1:]]
 
 
-def stage(name: str, out: str | os.PathLike | None, report: dict[str, Any]) -> None:
-    """Run one part in a process of its own, show and record its lines."""
-    with subprocess.Popen(worker(name), stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+def stage(
+    name: str,
+    out: str | os.PathLike | None,
+    report: dict[str, Any],
+    command: list[str] | None = None,
+    show: Callable[[dict[str, Any]], str] = show,
+) -> None:
+    """
+    Run one part in a process of its own, show and record its lines.
+
+    :param command: The part's command, if it is another module's, and ``show`` what makes text of its lines.
+    """
+    command = worker(name) if command is None else command
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
         selector = selectors.DefaultSelector()
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -318,8 +729,10 @@ def main() -> None:
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
     parser.add_argument("--tokens", default="16384", help="numbers of tokens, such as 16384,65536")
-    parser.add_argument("--only", choices=["check", "time"], help="one part")
-    parser.add_argument("--work", choices=["check", "time"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["check", "time", "window", "dots"], help="one part")
+    parser.add_argument(
+        "--work", choices=["check", "time", "window", "dots"], help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune needs a CUDA GPU: none is visible to torch")
@@ -327,7 +740,13 @@ def main() -> None:
         os.environ[cache.PLACES] = os.path.abspath(args.cache)
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.work:
-        (work_check if args.work == "check" else work_time)(args)
+        parts: dict[str, Callable[[argparse.Namespace], None]] = {
+            "check": work_check,
+            "time": work_time,
+            "window": work_window,
+            "dots": partial(work_window, dots=True),
+        }
+        parts[args.work](args)
         return
     import triton
 
@@ -342,9 +761,8 @@ def main() -> None:
         "wrong": [],
         "table": [],
     }
-    for name in ("check", "time"):
-        if args.only in (None, name):
-            stage(name, args.out, report)
+    for name in (args.only,) if args.only else ("check", "time"):
+        stage(name, args.out, report)
     best: dict[tuple, dict[str, Any]] = {}
     for line in report["lines"]:
         if line["kind"] == "time" and line["launch"] != "flexible":

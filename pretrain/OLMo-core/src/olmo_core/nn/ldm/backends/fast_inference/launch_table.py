@@ -1,0 +1,146 @@
+"""
+Launch numbers of the decode kernel, and where prefill takes over: frozen data, no tuning at run time.
+
+Few tokens: a cluster for each, so that many multiprocessors load its maps (12 K bytes for a column) at once. More tokens: groups
+of up to 8, which read the maps once. Many: the persistent forward kernel of :mod:`..fast`, which keeps the maps in registers.
+
+Rows are by (architecture, d, K, bucket), the bucket the largest number of tokens that the row is for. A shape without rows
+follows the rule and is untimed: ``auto`` does not take it. ``tune`` prints the rows; their provenance stands above them.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from ..fast import cache
+from ..fast import launch_table as fast
+from ..fast.driver import PORTABLE_CLUSTER
+from .layout import UNIT, Spec
+
+BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512)
+"""Upper ends of the buckets; more tokens are prefill."""
+MAX_DECODE = 256
+"""The most tokens for which the rule takes the decode kernel."""
+MAX_WARPS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """:param prefill: Take the forward kernel of :mod:`..fast`; the other numbers are not used."""
+
+    cluster: int = 8
+    warps: int = 8
+    tokens: int = 1
+    exchange: str = "all"
+    keep: str = "maps"
+    prefill: bool = False
+
+
+TABLE: dict[tuple[str, int, int, int], Launch] = {}
+"""No run on a GPU yet."""
+
+
+def bucket(n_tokens: int) -> int:
+    """The end of the bucket of a number of tokens; 0 beyond the last."""
+    i = bisect_left(BUCKETS, n_tokens)
+    return BUCKETS[i] if i < len(BUCKETS) else 0
+
+
+def splits(d: int) -> list[tuple[int, int]]:
+    """Clusters of at most 8 blocks and their warps, largest cluster first, then most warps."""
+    out = []
+    for cluster in (8, 4, 2, 1):
+        if d % (cluster * UNIT) == 0:
+            units = d // (cluster * UNIT)
+            warps = max(w for w in range(1, MAX_WARPS + 1) if units % w == 0)
+            if units // warps <= 4:
+                out.append((cluster, warps))
+    return out
+
+
+def rule(d: int, d_k: int, end: int) -> Launch | None:
+    """
+    Launches of shapes that were not timed: from 32 tokens as many groups as make about 16 clusters of 8 blocks, one for each pair of processing clusters of the GPU.
+    """
+    found = splits(d)
+    if d_k not in fast.SLOTS or not found:
+        return None
+    if end == 0 or end > MAX_DECODE:
+        return Launch(prefill=True)
+    # Few warps in a block leave its multiprocessor idle: 4 at least.
+    cluster, warps = next((s for s in found if s[1] >= 4), found[-1])
+    tokens = 1
+    while tokens < (4 if d_k == 16 else 8) and end > 16 * tokens:
+        tokens *= 2
+    return Launch(cluster, warps, tokens, "owner" if tokens >= 4 and cluster > 1 else "all")
+
+
+def launch(architecture: str, d: int, d_k: int, end: int) -> Launch | None:
+    """The launch of a bucket by its end; ``None`` if the shape has none."""
+    return TABLE.get((architecture, d, d_k, end)) or rule(d, d_k, end)
+
+
+def timed(architecture: str, d: int, d_k: int) -> bool:
+    return any(key[:3] == (architecture, d, d_k) for key in TABLE)
+
+
+def spec_of(launch: Launch, d: int, d_k: int, key_activation: str, forget: str) -> Spec:
+    assert not launch.prefill
+    x = launch
+    return Spec(d, d_k, key_activation, forget, x.cluster, x.warps, x.tokens, x.exchange, x.keep)
+
+
+def decode_specs(
+    architecture: str, d: int, d_k: int, key_activation: str, forget: str
+) -> list[Spec]:
+    """The decode kernels of all buckets; none if the shape has none."""
+    found = [launch(architecture, d, d_k, end) for end in BUCKETS]
+    kernels = [
+        spec_of(x, d, d_k, key_activation, forget) for x in found if x is not None and not x.prefill
+    ]
+    return list(dict.fromkeys(kernels))
+
+
+def all_specs(
+    architecture: str, d: int, d_k: int, key_activation: str, forget: str
+) -> list[cache.Spec]:
+    """The kernels of decode and of prefill; none if the shape has none."""
+    decode = decode_specs(architecture, d, d_k, key_activation, forget)
+    prefill = fast.spec(architecture, "forward", d, d_k, key_activation, forget, saves=False)
+    return [] if prefill is None or not decode else [*decode, prefill]
+
+
+def candidates(architecture: str, d: int, d_k: int, end: int) -> list[Launch]:
+    """What ``tune`` tries for a bucket: the launch of the shape, other clusters and groups, prefill for many tokens."""
+    first = launch(architecture, d, d_k, end)
+    if first is None:
+        return []
+    out = [first]
+    if end in (1, 64, 256):
+        out += [replace(first, keep=keep) for keep in ("nothing", "all")]
+    tokens = 8 if first.prefill else first.tokens
+    for cluster, warps, group, exchange in [
+        (16, 4, 1, "all"),
+        (16, 4, tokens, "owner"),
+        (8, 8, 1, "all"),
+        (4, 16, 1, "all"),
+        (8, 8, tokens, "owner"),
+        (8, 8, tokens, "all"),
+        (8, 8, 2 * tokens, "owner"),
+        (8, 8, max(1, tokens // 2), "owner"),
+        (4, 16, tokens, "owner"),
+        (2, 16, 2, "all"),
+    ]:
+        warps = min(warps, d // (cluster * UNIT))
+        if warps < 1 or d % (cluster * warps * UNIT) or d // (cluster * warps * UNIT) > 4:
+            continue
+        if group > 8 or group >= 2 * end or (end >= 64 and group == 1):
+            continue
+        if exchange == "owner" and group == 1 and cluster <= PORTABLE_CLUSTER:
+            continue
+        new = Launch(cluster, warps, group, exchange)
+        shared = spec_of(new, d, d_k, "two_sigmoid", "dynamic").shared["size"]
+        if shared <= 100_000 and not (cluster > PORTABLE_CLUSTER and end > 16):
+            out.append(new)
+    if end >= 64:
+        out.append(Launch(prefill=True))
+    return list(dict.fromkeys(out))
