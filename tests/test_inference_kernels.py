@@ -14,6 +14,7 @@ from olmo_core.generate.generation_module import GenerationConfig
 from olmo_core.nn.depth import PreLNConfig, attention_cache, inference
 from olmo_core.nn.depth.connection import rms_norm
 from olmo_core.nn.depth.generation import DepthGenerationModule
+from olmo_core.nn.depth.inference import PackedWeights
 from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.rope import RotaryEmbedding
 
@@ -122,6 +123,30 @@ def test_one_position_for_all_rows():
     assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
 
 
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_decode_attention_reads_parts_of_one_product(n_rows, monkeypatch):
+    H, G, E = 2, 3, 16
+    slots = torch.tensor([[9]], device=DEVICE)
+    qkv = draw(n_rows, 1, H * G + 2 * H, E)
+    parts = qkv.split([H * G, H, H], dim=2)
+    _, cos, sin = rope_tables(E, 32)
+    outs, launched = [], []
+    plan = ops._decode_plan
+
+    def planned(*arguments):
+        launched.append(arguments[-1])
+        return plan(*arguments)
+
+    monkeypatch.setattr(ops, "_decode_plan", planned)
+    for q, k, v in (parts, [t.contiguous() for t in parts]):
+        k_cache, v_cache = (draw(n_rows, 32, H, E, seed=n) for n in (3, 4))
+        outs.append(ops.decode_attention(q, k, v, slots, cos, sin, k_cache, v_cache, 0.25))
+        outs += [k_cache, v_cache]
+    assert launched == [n_rows > 1, False]
+    for packed, apart in zip(outs[:3], outs[3:], strict=True):
+        assert torch.equal(packed, apart)
+
+
 def test_parts_follow_the_size():
     launch = ops.AttentionLaunch()
     assert ops.n_splits(launch, 1, 16384, -1) == 4  # the interpreter's
@@ -173,6 +198,35 @@ def test_silu_mul():
     assert ops.silu_mul(a[:0], b[:0]).shape == (0, 1300)
     # Not contiguous.
     torch.testing.assert_close(ops.silu_mul(a.T, b.T), (F.silu(a) * b).T)
+    assert torch.equal(ops.silu_mul_packed(torch.cat([a, b], dim=-1)), ops.silu_mul(a, b))
+    assert ops.silu_mul_packed(a[:0]).shape == (0, 650)
+
+
+def test_packed_weights_are_the_layers_own():
+    layers = [torch.nn.Linear(8, n, bias=False) for n in (6, 2)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    packed = PackedWeights()
+    with torch.inference_mode():
+        matrix = packed.matrix(*layers)
+    assert matrix is not None and torch.equal(matrix, torch.cat(before))
+    assert packed.matrix(*layers) is matrix
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(layer.weight, weight) and not layer.weight.is_inference()
+    # What is loaded later is in the matrix, and a step of training goes through it.
+    layers[1].load_state_dict({"weight": torch.full((2, 8), 3.0)})
+    assert (matrix[6:] == 3).all()
+    layers[0](torch.ones(1, 8)).sum().backward()
+    assert layers[0].weight.grad is not None
+    # New weights, not written into the old: packed anew.
+    layers[0].weight = torch.nn.Parameter(torch.zeros(6, 8))
+    new = packed.matrix(*layers)
+    assert new is not matrix and (new[:6] == 0).all() and (new[6:] == 3).all()
+    for bad in (
+        [layers[0], torch.nn.Linear(8, 2)],
+        [layers[0], torch.nn.Linear(8, 2, bias=False).half()],
+        [torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False)],
+    ):
+        assert PackedWeights().matrix(*bad) is None
 
 
 COMPILE = """
@@ -206,13 +260,13 @@ def compile(kernel, **constants):
     return ptx
 
 
-shape = dict(H=2, G=2, BG=16, E=64, BE=64, BN=64, WINDOW=-1, ROPE=True, STAGES=3, PRECISION="tf32")
+shape = dict(Q_ROW=512, KV_ROW=512, K_AT=256, V_AT=384, H=2, G=2, BG=16, E=64, BE=64, BN=64, WINDOW=-1, ROPE=True, STAGES=3, PRECISION="tf32")
 ptx = compile(kernels.decode_attention_kernel, SPLITS=4, **shape)
 assert ptx.count("cp.async.cg") and "mma.sync" in ptx, "the loads of the cache are not pipelined"
 compile(kernels.decode_attention_kernel, SPLITS=1, partial=None, **shape)
 compile(kernels.combine_kernel, E=128, BE=128, SPLITS=16, BS=16)
 compile(kernels.rope_store_kernel, HQ=16, BHQ=16, H=8, BH=8, E=128, BE=64)
-compile(kernels.silu_mul_kernel, F=2736, BF=1024)
+compile(kernels.silu_mul_kernel, F=2736, BF=1024, ROW=5472, B_AT=2736)
 compile(kernels.add_rms_norm_kernel, ADD=True, D=1024, BD=1024)
 """
 
@@ -260,7 +314,7 @@ def test_generation_with_the_kernels_equals_plain_pytorch(method, n_kv_heads, mo
     def count(name, op):
         monkeypatch.setattr(ops, name, lambda *a, **k: (calls.append(name), op(*a, **k))[1])
 
-    for name in ("decode_attention", "rope_store", "silu_mul"):
+    for name in ("decode_attention", "rope_store", "silu_mul_packed"):
         count(name, getattr(ops, name))
     found = []
     for interpreter in (True, False):

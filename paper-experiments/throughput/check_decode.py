@@ -15,6 +15,7 @@ On a CPU the first two run with a tiny model, to see that this file works.
 """
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -38,10 +39,10 @@ NEW_TOKENS = 32
 PROMPTS = (9, 300, 64)
 KERNEL_TOLERANCE = 1e-2
 """Largest error over the largest value, BF16."""
-LOGITS_TOLERANCE = 0.05
+NOISE_FACTOR, LOGITS_LIMIT = 2.0, 0.12
 """
-The same, for logits with a cache and without one: BF16 alone gave 0.010 to 0.024 at 12 blocks on a CPU, and a cache that is off
-by one 0.14 to 0.79.
+Logits with a cache and without one, both BF16, may differ by this much times the distance of the latter from the same model in
+FP32: each has that distance by roundings of its own. Whatever the noise, a cache that is off by one gives 0.14 to 0.79.
 """
 REPLAY_TOLERANCE = 1e-3
 """The same, for a replayed step and an eager one: the same kernels."""
@@ -214,16 +215,21 @@ def check_steps(model: Any, device: torch.device) -> dict[str, Any]:
     graph, graph_logits, captured = generate(True)
     again, again_logits, _ = generate(True)  # the same graph once more
     module.free_inference_cache()
-    uncached = 0.0
+    exact = copy.deepcopy(model).float()
+    uncached = noise = 0.0
     for row, n in enumerate(PROMPTS):
-        expected = model(graph[row : row + 1, longest - n :])[:, n - 1 : -1]
+        text = graph[row : row + 1, longest - n :]
+        expected = model(text)[:, n - 1 : -1]
         uncached = max(uncached, error_of(graph_logits[row : row + 1], expected))
+        noise = max(noise, error_of(expected, exact(text)[:, n - 1 : -1]))
+    del exact
     found: dict[str, Any] = {
         "captured": captured,
         "tokens_equal": torch.equal(eager, graph),
         "graph_to_eager": error_of(graph_logits, eager_logits),
         "repeats": torch.equal(again, graph) and torch.equal(again_logits, graph_logits),
         "cached_to_uncached": uncached,
+        "uncached_to_fp32": noise,
         "backend": sorted(
             {measure.running_backend(b, gradients=False) for b in model.boundaries()}
         ),
@@ -232,7 +238,7 @@ def check_steps(model: Any, device: torch.device) -> dict[str, Any]:
         found["tokens_equal"]
         and found["repeats"]
         and found["graph_to_eager"] <= REPLAY_TOLERANCE
-        and uncached <= (LOGITS_TOLERANCE if device.type == "cuda" else REPLAY_TOLERANCE)
+        and uncached <= min(NOISE_FACTOR * noise + REPLAY_TOLERANCE, LOGITS_LIMIT)
         and captured == (device.type == "cuda")
     )
     return {"status": "ok" if ok else "wrong", **found}

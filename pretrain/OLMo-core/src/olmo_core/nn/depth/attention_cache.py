@@ -30,7 +30,7 @@ from olmo_core.nn.attention.backend import TorchAttentionBackend
 from olmo_core.nn.attention.kv_cache import KVCacheManager
 from olmo_core.nn.rope import RoPEBuffers, RotaryEmbedding, RotaryEmbeddingBase
 
-from .inference import inference_ops, install_feed_forward
+from .inference import PackedWeights, inference_ops, install_feed_forward
 
 SLOT_MULTIPLE = 64
 """A cache has a multiple of this many slots: the SDPA kernels that take a mask want aligned rows of it."""
@@ -457,6 +457,34 @@ class CachedAttention(Attention):
     """Upstream's attention with a :class:`StaticKVCache` when a generation module asks for one."""
 
     cache_state: CacheState
+    packed: PackedWeights
+
+    def _prepare_qkv(self, x: torch.Tensor, **kwargs):
+        """
+        In a decode step of few tokens the three products are one; see :meth:`Attention._prepare_qkv`.
+
+        :param x: ``[B, T, d_model]``.
+        """
+        cache = self.kv_cache_manager
+        matrix = None
+        if (
+            type(self) is CachedAttention
+            and isinstance(cache, StaticKVCache)
+            and x.shape[1] == 1
+            and cache._ops(x) is not None
+            and self.clip_qkv is None
+            and self.q_norm is None
+            and self.k_norm is None
+        ):
+            matrix = self.packed.matrix(self.w_q, self.w_k, self.w_v)
+        if matrix is None:
+            return super()._prepare_qkv(x, **kwargs)
+        E, H = self.head_dim, self.n_kv_heads
+        qkv = F.linear(x, matrix).unflatten(-1, (self.n_heads + 2 * H, E))
+        q, k, v = qkv.split([self.n_heads, H, H], dim=2)
+        if self.rope is not None:
+            q, k = self._apply_rope(q, k)
+        return q, k, v
 
     def init_kv_cache_manager(self, batch_size: int, max_seq_len: int) -> None:
         if getattr(self, "scalable_softmax", False) or self.sinks is not None:
@@ -531,4 +559,5 @@ def install_kv_cache(model: nn.Module) -> None:
         # init_kv_cache_manager knows only the BF16 cache of flash-attn.
         attention.__class__ = cached
         attention.cache_state = state
+        attention.packed = PackedWeights()
         attention.backend.__class__ = CachedTorchAttentionBackend

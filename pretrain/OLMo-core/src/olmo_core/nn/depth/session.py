@@ -75,7 +75,6 @@ class InferenceSession:
         self.greedy = greedy
         self.cuda_graph = cuda_graph
         self.device = device = model.device
-        self.signature = signature(model)
         self.prepare_seconds = 0.0
         """Time spent on loading kernels and capturing."""
         self.no_graph_because: str | None = None
@@ -111,6 +110,8 @@ class InferenceSession:
         self.state: CacheState = self.caches[0].state
         self.n_slots = self.caches[0].n_slots
         self._prepare()
+        # Only now: the first step packs weights.
+        self.signature = signature(model)
 
     def fits(
         self,

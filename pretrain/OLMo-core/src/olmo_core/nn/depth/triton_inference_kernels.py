@@ -9,7 +9,7 @@ loads of the cache are in flight.
 Layouts (row-major)::
 
     q                [B, T, H * G, E]     G query heads share a key head
-    k, v             [B, T, H, E]
+    k, v             [B, T, H, E]; in a decode step the three may be parts of one [B, (H * G + 2 H) * E]
     k_cache, v_cache [B, S, H, E]
     slots            [R, T] int64, R = B or 1: the slot, and so the position, of every new token
     cos, sin         [>= S, E] FP32, the two halves of a row equal
@@ -35,9 +35,13 @@ def decode_attention_kernel(
     q, k, v, slots, cos, sin, k_cache, v_cache, out, partial, n_slots, slot_stride, scale,
     H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROPE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, Q_ROW: tl.constexpr, KV_ROW: tl.constexpr,
+    K_AT: tl.constexpr, V_AT: tl.constexpr,
 ):  # fmt: skip
     """
+    ``Q_ROW``, ``KV_ROW``: elements from one row's queries (keys, values) to the next one's; ``K_AT``, ``V_AT``: elements before the
+    first row's.
+
     One new token a row (``T = 1``). Program ``(split, head, row)`` takes its part of the slots that the row really has,
     for all query heads of one key head; the first one also stores the new key and value and starts from them.
     """
@@ -54,14 +58,15 @@ def decode_attention_kernel(
     dtype = k_cache.dtype.element_ty
     q_row = (b * H + h) * G + g
     q_at = q_row[:, None] * E
-    new = (b * H + h) * E
-    query = tl.load(q + q_at + e[None, :], mask=in_q, other=0.0)
+    from_q = b * Q_ROW + (h * G + g)[:, None] * E
+    new = b * KV_ROW + h * E
+    query = tl.load(q + from_q + e[None, :], mask=in_q, other=0.0)
     if ROPE:
         other = (e + E // 2) % E
         lower = e < E // 2
         c = tl.load(cos + slot * E + e, mask=in_e, other=0.0)
         s = tl.load(sin + slot * E + e, mask=in_e, other=0.0)
-        partner = tl.load(q + q_at + other[None, :], mask=in_q, other=0.0).to(tl.float32)
+        partner = tl.load(q + from_q + other[None, :], mask=in_q, other=0.0).to(tl.float32)
         query = rotate(query.to(tl.float32), partner, c[None, :], s[None, :], lower[None, :]).to(
             dtype
         )
@@ -71,10 +76,10 @@ def decode_attention_kernel(
     total = tl.zeros([BG, BE], tl.float32)
     cached = (b * n_slots * H + h) * E
     if split == 0:
-        key = tl.load(k + new + e, mask=in_e, other=0.0)
-        value = tl.load(v + new + e, mask=in_e, other=0.0).to(dtype)
+        key = tl.load(k + K_AT + new + e, mask=in_e, other=0.0)
+        value = tl.load(v + V_AT + new + e, mask=in_e, other=0.0).to(dtype)
         if ROPE:
-            partner_k = tl.load(k + new + other, mask=in_e, other=0.0).to(tl.float32)
+            partner_k = tl.load(k + K_AT + new + other, mask=in_e, other=0.0).to(tl.float32)
             key = rotate(key.to(tl.float32), partner_k, c, s, lower)
         key = key.to(dtype)
         at = cached + slot * (H * E) + e
@@ -180,15 +185,21 @@ def rope_store_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(a, b, out, F: tl.constexpr, BF: tl.constexpr):
-    """``silu(a) * b`` in FP32, one rounding at the end. A program for ``BF`` columns of a row of ``F``."""
+def silu_mul_kernel(
+    a, b, out, F: tl.constexpr, BF: tl.constexpr, ROW: tl.constexpr, B_AT: tl.constexpr
+):
+    """
+    ``silu(a) * b`` in FP32, one rounding at the end. A program for ``BF`` columns of a row of ``F``. Rows of ``a`` and ``b`` are
+    ``ROW`` elements apart, those of ``b`` begin ``B_AT`` after the pointer.
+    """
     # The width is a constant, so that the compiler sees that rows are aligned and loads 16 bytes at a time.
     column = tl.program_id(1) * BF + tl.arange(0, BF)
-    i = tl.program_id(0).to(tl.int64) * F + column
+    row = tl.program_id(0).to(tl.int64)
+    i = row * ROW + column
     mask = column < F
     x = tl.load(a + i, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(b + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + i, x * tl.sigmoid(x) * y, mask=mask)
+    y = tl.load(b + B_AT + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * F + column, x * tl.sigmoid(x) * y, mask=mask)
 
 
 @triton.jit

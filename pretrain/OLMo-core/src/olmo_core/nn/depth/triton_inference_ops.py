@@ -67,12 +67,19 @@ def _decode_plan(
     window: int,
     rope: bool,
     full_fp32: bool,
+    packed: bool,
 ) -> tuple[Launcher, Launcher | None]:
     shape = {"E": head_dim, "BE": max(16, next_power_of_2(head_dim)), "SPLITS": splits}
+    q_row, kv_row = n_heads * n_groups * head_dim, n_heads * head_dim
+    row = q_row + 2 * kv_row
     attention = Launcher(
         kernels.decode_attention_kernel,
         {
             **shape,
+            "Q_ROW": row if packed else q_row,
+            "KV_ROW": row if packed else kv_row,
+            "K_AT": q_row if packed else 0,
+            "V_AT": q_row + kv_row if packed else 0,
             "H": n_heads,
             "G": n_groups,
             "BG": max(16, next_power_of_2(n_groups)),  # what the tensor cores multiply
@@ -106,7 +113,7 @@ def decode_attention(
     RoPE, the new key and value into the cache, and attention of one new token a row to all that its row has: up to and with
     its own slot.
 
-    :param q: ``[B, 1, H * G, E]``, before RoPE.
+    :param q: ``[B, 1, H * G, E]``, before RoPE. Where ``q``, ``k`` and ``v`` are parts of one product, it is read as it is.
     :param k: ``[B, 1, H, E]``, before RoPE.
     :param v: ``[B, 1, H, E]``.
     :param slots: ``[B, 1]`` or ``[1, 1]``, int64.
@@ -121,6 +128,17 @@ def decode_attention(
     device = q.get_device()
     launch = launch or attention_launch(device)
     splits = n_splits(launch, batch_size * n_heads, n_slots, device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    row = (n_q_heads + 2 * n_heads) * head_dim
+    parts = [(t.data_ptr() - q.data_ptr()) // t.element_size() // head_dim for t in (k, v)]
+    packed = (
+        batch_size > 1
+        and q.stride(0) == k.stride(0) == v.stride(0) == row
+        and q.stride()[2:] == k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
+        and parts == [n_q_heads, n_q_heads + n_heads]
+    )
+    if packed:
+        q = k = v = q.as_strided((batch_size, row), (row, 1))
     attention, combine = _decode_plan(
         launch,
         n_heads,
@@ -130,8 +148,8 @@ def decode_attention(
         window_left,
         cos is not None,
         q.dtype == torch.float32,
+        packed,
     )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     partial = None
     if combine is not None:
         n_parts = batch_size * n_q_heads * splits
@@ -203,8 +221,10 @@ SILU_COLUMNS = 1024
 
 
 @cache
-def _silu_mul_plan(width: int) -> Launcher:
-    return Launcher(kernels.silu_mul_kernel, {"F": width, "BF": SILU_COLUMNS}, num_warps=4)
+def _silu_mul_plan(width: int, packed: bool) -> Launcher:
+    row, b_at = (2 * width, width) if packed else (width, 0)
+    constants = {"F": width, "BF": SILU_COLUMNS, "ROW": row, "B_AT": b_at}
+    return Launcher(kernels.silu_mul_kernel, constants, num_warps=4)
 
 
 def silu_mul(a: Tensor, b: Tensor) -> Tensor:
@@ -214,9 +234,21 @@ def silu_mul(a: Tensor, b: Tensor) -> Tensor:
         return out
     width = a.shape[-1]
     with on_device(a.get_device()):
-        _silu_mul_plan(width)(
+        _silu_mul_plan(width, False)(
             (out.numel() // width, ceil_div(width, SILU_COLUMNS), 1), (a, b), (out,)
         )
+    return out
+
+
+def silu_mul_packed(ab: Tensor) -> Tensor:
+    """:func:`silu_mul` of the two halves of ``[..., 2 F]``."""
+    width = ab.shape[-1] // 2
+    out = torch.empty(*ab.shape[:-1], width, dtype=ab.dtype, device=ab.device)
+    if out.numel():
+        with on_device(ab.get_device()):
+            _silu_mul_plan(width, True)(
+                (out.numel() // width, ceil_div(width, SILU_COLUMNS), 1), (ab, ab), (out,)
+            )
     return out
 
 

@@ -35,8 +35,60 @@ class Launch:
     prefill: bool = False
 
 
-TABLE: dict[tuple[str, int, int, int], Launch] = {}
-"""No run on a GPU yet."""
+TABLE: dict[tuple[str, int, int, int], Launch] = {
+    # 2.03 us, 235.46 x floor; among products 2.37 us
+    ("sm_90a", 1024, 8, 1): Launch(8, 4, 1, "all", "nothing"),
+    # 2.0 us, 28.93 x floor; among products 2.44 us
+    ("sm_90a", 1024, 8, 8): Launch(8, 4, 1, "all", "maps"),
+    # 2.13 us, 15.43 x floor; among products 2.57 us
+    ("sm_90a", 1024, 8, 16): Launch(4, 8, 1, "all", "maps"),
+    # 2.52 us, 9.14 x floor; among products 2.87 us
+    ("sm_90a", 1024, 8, 32): Launch(4, 8, 1, "all", "maps"),
+    # 3.29 us, 5.95 x floor; among products 3.4 us
+    ("sm_90a", 1024, 8, 64): Launch(8, 4, 2, "owner", "maps"),
+    # 3.26 us, 2.95 x floor; among products 3.71 us
+    ("sm_90a", 1024, 8, 128): Launch(2, 16, 2, "all", "maps"),
+    # 6.42 us, 2.91 x floor; among products 6.87 us
+    ("sm_90a", 1024, 8, 256): Launch(2, 16, 2, "all", "maps"),
+    # 10.08 us, 2.28 x floor; among products 10.82 us
+    ("sm_90a", 1024, 8, 512): Launch(prefill=True),
+    # 1.8 us, 187.57 x floor; among products 2.21 us
+    ("sm_90a", 2048, 4, 1): Launch(16, 4, 1, "owner", "maps"),
+    # 1.92 us, 25.06 x floor; among products 2.33 us
+    ("sm_90a", 2048, 4, 8): Launch(8, 8, 1, "all", "maps"),
+    # 2.11 us, 13.73 x floor; among products 2.55 us
+    ("sm_90a", 2048, 4, 16): Launch(8, 8, 2, "owner", "maps"),
+    # 2.47 us, 8.05 x floor; among products 2.95 us
+    ("sm_90a", 2048, 4, 32): Launch(8, 8, 2, "owner", "maps"),
+    # 3.04 us, 4.95 x floor; among products 3.33 us
+    ("sm_90a", 2048, 4, 64): Launch(8, 8, 2, "owner", "maps"),
+    # 3.14 us, 2.56 x floor; among products 3.4 us
+    ("sm_90a", 2048, 4, 128): Launch(2, 16, 2, "all", "maps"),
+    # 6.12 us, 2.49 x floor; among products 6.63 us
+    ("sm_90a", 2048, 4, 256): Launch(2, 16, 2, "all", "maps"),
+    # 9.61 us, 1.96 x floor; among products 10.61 us
+    ("sm_90a", 2048, 4, 512): Launch(prefill=True),
+    # 2.15 us, 124.36 x floor; among products 2.66 us
+    ("sm_90a", 2048, 8, 1): Launch(8, 8, 1, "all", "nothing"),
+    # 2.2 us, 15.89 x floor; among products 2.74 us
+    ("sm_90a", 2048, 8, 8): Launch(8, 8, 1, "all", "maps"),
+    # 2.48 us, 8.97 x floor; among products 3.06 us
+    ("sm_90a", 2048, 8, 16): Launch(4, 16, 1, "all", "maps"),
+    # 3.24 us, 5.87 x floor; among products 3.7 us
+    ("sm_90a", 2048, 8, 32): Launch(8, 8, 2, "owner", "maps"),
+    # 4.48 us, 4.05 x floor; among products 4.85 us
+    ("sm_90a", 2048, 8, 64): Launch(8, 8, 4, "owner", "nothing"),
+    # 4.45 us, 2.01 x floor; among products 5.31 us
+    ("sm_90a", 2048, 8, 128): Launch(2, 16, 2, "all", "maps"),
+    # 8.77 us, 1.98 x floor; among products 9.5 us
+    ("sm_90a", 2048, 8, 256): Launch(2, 16, 2, "all", "maps"),
+    # 13.99 us, 1.58 x floor; among products 15.03 us
+    ("sm_90a", 2048, 8, 512): Launch(prefill=True),
+}
+"""
+NVIDIA H200, torch 2.11.0+cu130, 2026-11-30, commit fe6ada2, ``tune --shapes 2048x8,1024x8,2048x4``: microseconds of one of 57 boundaries
+in a CUDA graph with overlapping launches; among products: what it adds to a product before each boundary.
+"""
 
 
 def bucket(n_tokens: int) -> int:
