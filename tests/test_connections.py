@@ -559,7 +559,7 @@ FEW_ITERATIONS = HyperConnectionsConfig(sinkhorn_iterations=2)
 
 
 @pytest.mark.parametrize(
-    "depth", [PreLNConfig(), LDMConfig(), FEW_ITERATIONS], ids=["preln", "ldm", "mhc"]
+    "depth", [PreLNConfig(), LDMConfig(window=1), FEW_ITERATIONS], ids=["preln", "ldm", "mhc"]
 )
 def test_24_blocks_compile_to_four_graphs(depth, compile_blocks):
     """The first block, all others, the last boundary and the LM head; and every block runs a graph."""
@@ -575,6 +575,34 @@ def test_24_blocks_compile_to_four_graphs(depth, compile_blocks):
         # Recording runs eagerly and compiles nothing.
         model.record(tokens(2, 8))
     assert (graphs.compiled, graphs.runs) == (4, 2 * (24 + 2))
+
+
+@pytest.mark.parametrize(
+    "depth",
+    [
+        LDMConfig(backend="flexible"),
+        AttnResConfig(block_size=2, backend="flexible"),
+        HyperConnectionsConfig(backend="flexible"),
+    ],  # type: ignore[arg-type]
+    ids=["ldm", "attnres", "mhc"],
+)
+def test_kernels_in_graphs_of_two_widths(depth):
+    """After a second width in one process, dynamo traces the width as a symbol."""
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    for d in (16, 24):
+        state: tuple[torch.Tensor, ...] = ()
+        ys = [torch.randn(1, 3, d, requires_grad=True) for _ in range(3)]
+        gain = torch.ones(d, requires_grad=True)
+        for index, y in enumerate(ys):
+            boundary = depth.build(d_model=d, index=index, n_sublayers=4, eps=1e-6)
+            boundary.select_backend(torch.device("cpu"), torch.float32)
+            boundary.compile(fullgraph=True, backend="aot_eager")
+            state, x = boundary(state, y, gain)
+        x.square().sum().backward()
+        assert all(torch.isfinite(y.grad).all() for y in ys)
+    torch._dynamo.reset()
 
 
 def test_attnres_full_compiles_every_boundary(compile_blocks):

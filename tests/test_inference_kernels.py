@@ -15,6 +15,7 @@ from olmo_core.nn.depth import PreLNConfig, attention_cache, inference
 from olmo_core.nn.depth.connection import rms_norm
 from olmo_core.nn.depth.generation import DepthGenerationModule
 from olmo_core.nn.depth.inference import PackedWeights
+from olmo_core.nn.depth.session import InferenceSession
 from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.rope import RotaryEmbedding
 
@@ -221,7 +222,14 @@ def test_packed_weights_are_the_layers_own():
     layers[0].weight = torch.nn.Parameter(torch.zeros(6, 8))
     new = packed.matrix(*layers)
     assert new is not matrix and (new[:6] == 0).all() and (new[6:] == 3).all()
+    with torch.inference_mode():
+        made = [torch.nn.Linear(8, n, bias=False) for n in (6, 2)]
+        matrix = PackedWeights().matrix(*made)
+    assert torch.equal(made[1].weight, matrix[6:])
+    # As session.signature asks; a weight with half of an inference tensor has no version.
+    assert [0 if layer.weight.is_inference() else layer.weight._version for layer in made] == [0, 0]
     for bad in (
+        [layers[0], made[1]],
         [layers[0], torch.nn.Linear(8, 2)],
         [layers[0], torch.nn.Linear(8, 2, bias=False).half()],
         [torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False)],
@@ -382,3 +390,23 @@ def test_what_the_kernels_cannot_take():
     cache = attention_cache.StaticKVCache(attention_cache.CacheState(), 1, 8, 1, 512)
     with torch.no_grad():
         assert cache._ops(draw(1, 1, 1, 512)) is None
+
+
+def test_a_session_for_a_model_that_was_made_in_inference_mode(monkeypatch):
+    """As the benchmark makes its own: such weights have no version counter."""
+    monkeypatch.setattr(inference, "INTERPRETER", True)
+    with torch.inference_mode():
+        model = tiny_config(PreLNConfig(), d_model=32, n_layers=1, n_kv_heads=1).build(
+            init_device="meta"
+        )
+        model.init_weights(device=DEVICE, max_seq_len=16)
+        model.eval()
+        session = InferenceSession(model, 2, 16, cuda_graph=False)
+        with session.attached():
+            session.prefill(tokens(2, 5).to(DEVICE))
+            session.begin(VOCAB, [])
+            logits = session.step()
+        # The step packed the weights; the next session finds them so.
+        again = InferenceSession(model, 2, 16, cuda_graph=False)
+    assert torch.isfinite(logits).all()
+    assert again.fits(2, 16, greedy=True, n_stop_tokens=1, cuda_graph=None)

@@ -58,11 +58,13 @@ class PackedWeights:
         if (
             any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers)
             or any(type(w) is not nn.Parameter or w.dtype != first.dtype for w in weights)
+            or any(w.is_inference() != first.is_inference() for w in weights)
             or any((w.numel() * w.element_size()) % 16 for w in weights)
         ):
             return None
-        # Outside inference mode: a later training step saves the weights for its backward.
-        with torch.inference_mode(False), torch.no_grad():
+        # Outside inference mode, since a later training step saves the weights for its backward; but weights that were made in it stay
+        # inference tensors, with the version counter of neither kind otherwise.
+        with torch.inference_mode(first.is_inference()), torch.no_grad():
             self._matrix = torch.cat([w.detach() for w in weights])
             for w, part in zip(
                 weights, self._matrix.split([w.shape[0] for w in weights]), strict=True

@@ -98,7 +98,7 @@ class Residual(StrEnum):
     """A plain residual stream beside the memory."""
 
 
-WINDOWS = (1, 2, 3, 4, 6, 8)
+WINDOWS = (0, 1, 2, 3, 4, 6, 8)
 
 
 @dataclass
@@ -123,10 +123,11 @@ class LDMConfig(DepthConnectionConfig):
     update: Update = Update.additive
     write_every: WriteEvery = WriteEvery.sublayer
     residual: Residual = Residual.none
-    window: int = 1
+    window: int = 0
     """
     Keep the memory for the backward every ``window`` boundaries (1, 2, 3, 4, 6 or 8) instead of at each: less memory, the same
-    function. The ``fast`` backend does, up to 8 with 8 slots and up to 4 with 4; the others keep every one. Beyond 1,
+    function. The ``fast`` backend does, up to 8 with 8 slots and up to 4 with 4; the others keep every one. 0 is the backend's
+    choice, 4 where it can: 1.19 times PreLN's training memory instead of 1.66 at 400M, and 1% faster. Other than 1,
     ``torch.compile`` compiles the sublayers and not whole blocks.
     """
 
@@ -134,7 +135,8 @@ class LDMConfig(DepthConnectionConfig):
         super().__post_init__()
         if self.window not in WINDOWS:
             raise OLMoConfigurationError(
-                f"LDM's window must be one of {', '.join(map(str, WINDOWS))} boundaries, got {self.window}"
+                f"LDM's window must be one of {', '.join(map(str, WINDOWS[1:]))} boundaries, or 0 for the backend's choice, "
+                f"got {self.window}"
             )
         if self.d_k < 1:
             raise OLMoConfigurationError(f"LDM needs d_k >= 1 memory slots, got {self.d_k}")
@@ -142,7 +144,7 @@ class LDMConfig(DepthConnectionConfig):
     @property
     def state_grows(self) -> bool:  # type: ignore[override]
         """In a window the state has one more output after each boundary."""
-        return self.window > 1
+        return self.window != 1
 
     def build(
         self, *, d_model: int, index: int, n_sublayers: int, eps: float, init_device: str = "cpu"

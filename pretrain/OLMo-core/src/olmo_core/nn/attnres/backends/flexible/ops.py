@@ -324,7 +324,10 @@ def _channels(y: Tensor, form: Sequence[int]) -> list[Tensor]:
     if rows == 0:
         return []
     empty = y.new_empty_strided
-    shapes = _channel_shapes(y.shape, y.dtype, rows, later, pitch, bool(closes))
+    # A second shape in one process makes a traced one symbolic, which is no key of a cache.
+    known = all(isinstance(n, int) for n in y.shape)
+    make = _channel_shapes if known else _channel_shapes.__wrapped__
+    shapes = make(y.shape, y.dtype, rows, later, pitch, bool(closes))
     return [empty(shape, strides, dtype=dtype) for shape, strides, dtype in shapes]
 
 
@@ -343,7 +346,9 @@ def _op_forward(y, partial, sources, channels, query, gain, norm_weight, eps, fo
 
 def _fake_forward(y, partial, sources, channels, query, gain, norm_weight, eps, form):
     n = len(sources)
-    out = _forward_outputs(y, partial, n, _keeps_h(y.shape[-1], y.element_size(), n, y.device))
+    # int(): a symbolic width becomes a constant of the graph.
+    keeps_h = _keeps_h(int(y.shape[-1]), y.element_size(), n, y.device)
+    out = _forward_outputs(y, partial, n, keeps_h)
     return *_filled(y, out), _channels(y, form)
 
 

@@ -78,7 +78,7 @@ def unavailable(
         return reason
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
     window = launch_table.window(d_model, config.d_k, config.window)
-    if by_name and window != config.window:
+    if by_name and config.window and window != config.window:
         return (
             f"its kernels have no window of {config.window} boundaries for d_k {config.d_k}: it takes up to "
             f"{launch_table.MAX_WINDOW[config.d_k]}"

@@ -122,6 +122,7 @@ store the memory. Commit fe6ada2, the same machine and command with ``--only win
 last boundary, 3, stores the memory. Without a row: the launch of the recurrent form with as many tokens in a tile as leave
 :data:`MIN_STAGES` tiles in the ring; untimed.
 """
+BEST_WINDOW = 4
 MIN_STAGES = 3
 MAX_WINDOW = {4: 4, 8: 8, 16: 1}
 """The longest window by K: the outputs of the tokens of a memory tile are one tile of 8 rows."""
@@ -176,8 +177,12 @@ def launch(
 
 
 def window(d: int, d_k: int, wanted: int) -> int:
-    """The window that the kernels run when ``wanted`` is asked for: it, or 1 if the shape has no kernels for it."""
+    """
+    The window that the kernels run when ``wanted`` is asked for: it, or 1 if the shape has no kernels for it; for 0 the one that was
+    measured to be best.
+    """
     kernels = rule("forward", d, d_k) is not None and rule("backward", d, d_k) is not None
+    wanted = wanted or BEST_WINDOW
     return wanted if kernels and wanted <= MAX_WINDOW[d_k] else 1
 
 

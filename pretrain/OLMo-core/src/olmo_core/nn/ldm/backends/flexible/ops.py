@@ -514,7 +514,8 @@ def _backward_boundary(
         ctx.options,
     )
     d = y.shape[-1]
-    pieces = d_parameters.split_with_sizes(_parameter_sizes(ctx.options, d))
+    # A second width in one process makes a traced one symbolic, which is no key of a cache: int() makes it a constant of the graph.
+    pieces = d_parameters.split_with_sizes(_parameter_sizes(ctx.options, int(d)))
     maps = dict(zip(o.maps, pieces, strict=False))
     d_norm_weight, d_b_query, d_b_key, d_b_forget, d_b_beta = pieces[len(maps) : len(maps) + 5]
     writes = o.write
