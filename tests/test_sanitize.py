@@ -20,7 +20,7 @@ def run(tmp_path, tool, text, status):
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {status}\n")
     fake.chmod(0o755)
-    return sanitize.run_tool(str(fake), tool, ["preln"], tmp_path / f"{tool}.log")
+    return sanitize.run_chunk(str(fake), tool, ["preln"], tmp_path / f"{tool}.log")
 
 
 def test_findings_failures_and_clean_runs_are_told_apart(tmp_path):
@@ -33,13 +33,36 @@ def test_findings_failures_and_clean_runs_are_told_apart(tmp_path):
     assert clean["findings"] == 0 and clean["cases_failed"] == []
     dead = run(tmp_path, "memcheck", "========= COMPUTE-SANITIZER\n", 9)
     assert dead["findings"] is None and dead["summary"] == "the tool did not finish"
+
+
+def test_a_tool_runs_a_few_cases_to_a_process(tmp_path, monkeypatch):
+    """The first process finds an error, the second is clean, the third ends without a summary."""
+    monkeypatch.setattr(sanitize, "CASES_EACH", 1)
+    for i, text in enumerate((MEMCHECK, RACECHECK, "========= COMPUTE-SANITIZER\n")):
+        (tmp_path / f"output-{i}").write_text(text)
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(
+        f"#!/bin/sh\nn=$(cat {tmp_path}/n 2>/dev/null || echo 0)\necho $((n + 1)) > {tmp_path}/n\ncat {tmp_path}/output-$n\n"
+    )
+    fake.chmod(0o755)
+    names = ["preln", "ldm fast, K = 4", "mhc flexible, identity"]
+    saved = []
+    found = sanitize.run_tool(
+        str(fake),
+        "memcheck",
+        names,
+        tmp_path,
+        lambda r: saved.append((r["findings"], r["complete"])),
+    )
+    assert saved == [(1, False), (1, False), (1, True)]
+    assert [name for name, _ in found["cases_failed"]] == ["ldm fast, K = 4", names[2]]
     report = {
         "date": "2026-11-30", "gpu": "a GPU", "version": "1", "torch": "2", "triton": "3", "commit": "c",
-        "cases": ["preln", "ldm fast, K = 4"], "tools": [found, clean, dead],
+        "cases": names, "tools": [found],
     }  # fmt: skip
     text = sanitize.table(report)
-    assert "| memcheck | 1 of 2; not run: ldm fast, K = 4 (OLMoConfigurationError" in text
-    assert "| racecheck | 1 of 2 | RACECHECK SUMMARY: 0 hazards" in text
+    assert "| memcheck | 2 of 3; not run: ldm fast, K = 4 (OLMoConfigurationError" in text
+    assert "mhc flexible, identity (the tool did not finish) | 1 in boundary_kernel |" in text
 
 
 def test_every_method_with_kernels_has_a_case():
