@@ -25,7 +25,7 @@ from olmo_core.nn.ldm.backends.fast import cache
 from olmo_core.nn.ldm.backends.fast.layout import SHARED_BYTES
 from olmo_core.nn.ldm.backends.fast_inference import launch_table, packing, precompile
 from olmo_core.nn.ldm.backends.fast_inference.layout import Spec, pack
-from olmo_core.nn.ldm.backends.reference import ldm_first_boundary
+from olmo_core.nn.ldm.backends.reference import LDMParameters, ldm_first_boundary
 
 pytest.importorskip("triton")
 
@@ -322,9 +322,26 @@ def test_changed_parameters_are_packed_anew(recorded, monkeypatch):
     assert not torch.equal(buffer, second) and packed() is buffer
     assert recorded.launches[-1][2]
     # What a graph under capture packs is not kept.
-    packing.forget(module.b_query)
+    packing.forget()
     monkeypatch.setattr(packing, "_capturing", lambda t: True)
     assert packed() is not packed() and not recorded.launches[-1][2]
+
+
+def test_gathered_parameters_are_packed_anew_after_a_training_step(recorded):
+    """As FSDP2 has them: the call's tensors are not the module's, and are filled again with their version kept."""
+    module = boundary()
+    spec = Spec(64, 8, cluster=1, warps=2, tokens=2)
+    gathered = LDMParameters(
+        *(None if p is None else p.detach().clone() for p in module.ldm_parameters)
+    )
+    packed = packing.of(gathered).fragments(spec, gathered, GAIN)[0]
+    first = packed.clone()
+    with torch.autograd._unsafe_preserve_version_counter(gathered.w_query):
+        gathered.w_query.fill_(3.0)
+    module.train()
+    module.eval()
+    assert packing.of(gathered).fragments(spec, gathered, GAIN)[0] is packed
+    assert not torch.equal(packed, first)
 
 
 def test_packed_parameters_live_as_long_as_the_parameters(recorded):

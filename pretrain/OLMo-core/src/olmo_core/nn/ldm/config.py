@@ -127,8 +127,8 @@ class LDMConfig(DepthConnectionConfig):
     """
     Keep the memory for the backward every ``window`` boundaries (1, 2, 3, 4, 6 or 8) instead of at each: less memory, the same
     function. The ``fast`` backend does, up to 8 with 8 slots and up to 4 with 4; the others keep every one. 0 is the backend's
-    choice, 4 where it can: 1.19 times PreLN's training memory instead of 1.66 at 400M, and 1% faster. Other than 1,
-    ``torch.compile`` compiles the sublayers and not whole blocks.
+    choice, 4 where it can: 1.19 times PreLN's training memory instead of 1.66 at 400M on an H200 (``BACKENDS.md`` has all
+    measurements). Other than 1, ``torch.compile`` compiles the sublayers and not whole blocks.
     """
 
     def __post_init__(self) -> None:

@@ -225,9 +225,8 @@ class LDMBoundary(DepthBoundary):
         return DepthBackend.fast_inference if self.infers_fast else self.selected_backend
 
     def train(self, mode: bool = True) -> "LDMBoundary":
-        # Weights loaded through .data have the version of those before.
-        if self.b_query is not None:
-            packing.forget(self.b_query)
+        # Weights loaded through .data, or gathered by FSDP, have the version of those before.
+        packing.forget()
         return super().train(mode)
 
     def forward(

@@ -258,39 +258,10 @@ def _launch_backward(
         return flexible._launch_backward(
             memory, y, key_input, residual, packed, d_memory_out, d_x, d_residual_out, options
         )
-    plan, finish = plans
-    o, spec = BoundaryOptions.decode(options), plan.spec
-    d_memory, d_y, _, _, d_parameters = out = flexible._backward_outputs(o, memory, y, None, None)
-    clusters = plan.clusters(n_tokens)
-    partials = packed.new_empty(clusters * spec.n_parameters)
-    memory, y, d_x = _aligned(memory), _aligned(y), _aligned(d_x)
-    if d_memory_out is not None:
-        d_memory_out = _aligned(d_memory_out)
-    start = packed.data_ptr()
-    saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
-    with on_device(device):
-        plan.kernel(
-            clusters * spec.cluster,
-            memory.data_ptr(),
-            y.data_ptr(),
-            start,
-            saved,
-            saved + 4 * n_tokens * (o.n_rows + 4),
-            0 if d_memory_out is None else d_memory_out.data_ptr(),
-            d_x.data_ptr(),
-            d_memory.data_ptr(),
-            d_y.data_ptr(),
-            partials.data_ptr(),
-            0,
-            n_tokens,
-        )
-        finish(
-            -(-spec.n_parameters // 256),
-            partials.data_ptr(),
-            d_parameters.data_ptr(),
-            clusters,
-        )
-    return out
+    d_memory, d_y, d_parameters = _launch_window_backward(
+        memory, y, None, (), packed, d_memory_out, d_x, options
+    )
+    return d_memory, d_y, None, None, d_parameters
 
 
 # A window: the memory is stored by every so many boundaries, the anchor A. Between them it is D A + sum_i c_i y_i.
@@ -370,6 +341,8 @@ def _launch_window_backward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
+    The backward of the recurrent form, too, which has no coefficients and no earlier outputs.
+
     :param d_memory_out: The gradient of the new memory as if it had been stored.
 
     :returns: The gradients of the memory before the boundary, as if it had been stored, of ``y``, and of all parameters in one

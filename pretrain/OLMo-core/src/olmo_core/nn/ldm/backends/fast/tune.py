@@ -723,6 +723,23 @@ def write(path: str | os.PathLike | None, report: dict[str, Any]) -> None:
         os.replace(f"{path}.tmp", path)
 
 
+def new_report() -> dict[str, Any]:
+    """The machine and the command; results to come."""
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dsl": cache.dsl_version(),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "lines": [],
+        "wrong": [],
+        "table": [],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--cache", help="the folder of precompile")
@@ -748,19 +765,7 @@ def main() -> None:
         }
         parts[args.work](args)
         return
-    import triton
-
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dsl": cache.dsl_version(),
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "lines": [],
-        "wrong": [],
-        "table": [],
-    }
+    report = new_report()
     for name in (args.only,) if args.only else ("check", "time"):
         stage(name, args.out, report)
     best: dict[tuple, dict[str, Any]] = {}

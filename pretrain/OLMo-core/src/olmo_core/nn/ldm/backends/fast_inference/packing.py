@@ -89,29 +89,28 @@ _PACKED: dict[int, tuple[weakref.ref, Packed]] = {}
 """By the identity of the query's bias, which every boundary has. Not a WeakTensorKeyDictionary: a look-up there costs 5 us."""
 
 
-def _find(b_query: Tensor) -> Packed | None:
-    found = _PACKED.get(id(b_query))
-    return found[1] if found is not None and found[0]() is b_query else None
-
-
 def of(parameters: LDMParameters) -> Packed:
     """The packed parameters of a boundary."""
     b_query = parameters.b_query
-    found = _find(b_query)
-    if found is None:
-        found, key = Packed(), id(b_query)
+    key = id(b_query)
+    known = _PACKED.get(key)
+    if known is not None and known[0]() is b_query:
+        return known[1]
 
-        def drop(dead: weakref.ref) -> None:
-            # Another tensor may have the identity by now.
-            if key in _PACKED and _PACKED[key][0] is dead:
-                del _PACKED[key]
+    def drop(dead: weakref.ref) -> None:
+        # Another tensor may have the identity by now.
+        if key in _PACKED and _PACKED[key][0] is dead:
+            del _PACKED[key]
 
-        _PACKED[key] = (weakref.ref(b_query, drop), found)
-    return found
+    packed = Packed()
+    _PACKED[key] = (weakref.ref(b_query, drop), packed)
+    return packed
 
 
-def forget(b_query: Tensor) -> None:
-    """Pack a boundary's parameters anew at its next call."""
-    found = _find(b_query)
-    if found is not None:
-        found.invalidate()
+def forget() -> None:
+    """
+    Pack all boundaries' parameters anew at their next call. All, since under FSDP2 a module's parameter is a shard, and what a call
+    gets another tensor, whose memory is filled anew for each pass with its version kept.
+    """
+    for _, packed in list(_PACKED.values()):
+        packed.invalidate()

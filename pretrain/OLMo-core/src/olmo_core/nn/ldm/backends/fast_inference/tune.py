@@ -29,7 +29,7 @@ from olmo_core.nn.depth.preln import PreLNConfig
 from ..fast import cache
 from ..fast import ops as fast_ops
 from ..fast.precompile import parse_shapes
-from ..fast.tune import say, stage, write
+from ..fast.tune import new_report, say, stage, write
 from ..flexible import tune as common
 from . import launch_table, ops, packing
 from .launch_table import BUCKETS, Launch
@@ -114,7 +114,7 @@ def check_changes(d: int, d_k: int) -> list[str]:
     with torch.no_grad():
         module = common.boundary(d, d_k, "fast_inference")
         _, first = module((memory,), y, gain)
-        packing.forget(module.b_query)
+        packing.forget()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             module((memory,), y, gain)
@@ -381,19 +381,7 @@ def main() -> None:
     if args.work:
         (work_check if args.work == "check" else work_time)(args)
         return
-    import triton
-
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dsl": cache.dsl_version(),
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "lines": [],
-        "wrong": [],
-        "table": [],
-    }
+    report = new_report()
     for name in ("check", "time"):
         if args.only in (None, name):
             stage(name, args.out, report, worker(name), show)
