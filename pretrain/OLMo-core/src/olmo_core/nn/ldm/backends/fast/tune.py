@@ -534,6 +534,51 @@ def time_window(
     say("chain", form="recurrent", us={k: round(v, 1) for k, v in us_of.items()}, **values)
 
 
+def work_sizes(args: argparse.Namespace) -> None:
+    """The table's launches at several numbers of tokens: a window's boundaries one after the other, and the recurrent form."""
+    say("start", name="copy")
+    bandwidth = common.copy_bandwidth()
+    say("copy", bandwidth=bandwidth)
+    floor = max(bandwidth.values())
+    shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
+    for (d, d_k), n_tokens in product(shapes, map(int, args.tokens.split(","))):
+        vectors: dict[str, dict[str, float]] = {
+            "window": {
+                direction: sum(window_vectors(direction, d_k, e, WINDOW) for e in range(WINDOW))
+                / WINDOW
+                for direction in ("forward", "backward")
+            },
+            "recurrent": {"forward": 2 * d_k + 2, "backward": 3 * d_k + 3},
+        }
+        for form, count in vectors.items():
+            say("start", name=f"{d}x{d_k} {n_tokens} tokens, {form}")
+            ops.forget_plans()
+            try:
+                with torch.no_grad():
+                    if form == "window":
+                        window = WindowCase(d, d_k, n_tokens, WINDOW)
+                        us = {direction: window.chain_us(direction) for direction in count}
+                        del window
+                    else:
+                        case = Case(d, d_k, n_tokens, ops)
+                        us = {name: common.graph_us(getattr(case, name)) for name in count}
+                        del case
+            except Exception as e:
+                say(
+                    "failed", d=d, K=d_k, M=n_tokens, direction="", launch=form,
+                    reason=_first_line(e),
+                )  # fmt: skip
+                continue
+            finally:
+                torch.cuda.empty_cache()
+            ratio = {k: v * 1e-6 * floor / (count[k] * d * 2 * n_tokens) for k, v in us.items()}
+            say(
+                "chain", form=form, d=d, K=d_k, M=n_tokens,
+                us={k: round(v, 1) for k, v in us.items()},
+                ratio={k: round(v, 2) for k, v in ratio.items()},
+            )  # fmt: skip
+
+
 def _first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {e}".splitlines()[0][:300]
 
@@ -656,7 +701,8 @@ def show(line: dict[str, Any]) -> str:
             + (f", recurrent {line['recurrent_us']} us" if "recurrent_us" in line else "")
         )
     if kind == "chain":
-        text = ", ".join(f"{k} {v:7.1f} us" for k, v in line["us"].items())
+        ratios = {k: f" ({v:.2f} x floor)" for k, v in line.get("ratio", {}).items()}
+        text = ", ".join(f"{k} {v:7.1f} us{ratios.get(k, '')}" for k, v in line["us"].items())
         return f"{line['d']:5d} {line['K']:2d} {line['M']:6d} {line['form']:9s} {text} for each boundary"
     if kind == "host":
         return (
@@ -746,10 +792,9 @@ def main() -> None:
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
     parser.add_argument("--tokens", default="16384", help="numbers of tokens, such as 16384,65536")
-    parser.add_argument("--only", choices=["check", "time", "window", "dots"], help="one part")
-    parser.add_argument(
-        "--work", choices=["check", "time", "window", "dots"], help=argparse.SUPPRESS
-    )
+    parts = ["check", "time", "window", "dots", "sizes"]
+    parser.add_argument("--only", choices=parts, help="one part")
+    parser.add_argument("--work", choices=parts, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune needs a CUDA GPU: none is visible to torch")
@@ -757,13 +802,14 @@ def main() -> None:
         os.environ[cache.PLACES] = os.path.abspath(args.cache)
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.work:
-        parts: dict[str, Callable[[argparse.Namespace], None]] = {
+        work: dict[str, Callable[[argparse.Namespace], None]] = {
             "check": work_check,
             "time": work_time,
             "window": work_window,
             "dots": partial(work_window, dots=True),
+            "sizes": work_sizes,
         }
-        parts[args.work](args)
+        work[args.work](args)
         return
     report = new_report()
     for name in (args.only,) if args.only else ("check", "time"):
