@@ -20,7 +20,7 @@ def run(tmp_path, tool, text, status):
     fake = tmp_path / "compute-sanitizer"
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {status}\n")
     fake.chmod(0o755)
-    return sanitize.run_chunk(str(fake), tool, ["preln"], tmp_path / f"{tool}.log")
+    return sanitize.run_chunk([str(fake)], tool, ["preln"], tmp_path / f"{tool}.log")
 
 
 def test_findings_failures_and_clean_runs_are_told_apart(tmp_path):
@@ -48,10 +48,11 @@ def test_a_tool_runs_a_few_cases_to_a_process(tmp_path, monkeypatch):
     names = ["preln", "ldm fast, K = 4", "mhc flexible, identity"]
     saved = []
     found = sanitize.run_tool(
-        str(fake),
+        [str(fake)],
         "memcheck",
         names,
         tmp_path,
+        1,
         lambda r: saved.append((r["findings"], r["complete"])),
     )
     assert saved == [(1, False), (1, False), (1, True)]
@@ -63,6 +64,15 @@ def test_a_tool_runs_a_few_cases_to_a_process(tmp_path, monkeypatch):
     text = sanitize.table(report)
     assert "| memcheck | 2 of 3; not run: ldm fast, K = 4 (OLMoConfigurationError" in text
     assert "mhc flexible, identity (the tool did not finish) | 1 in boundary_kernel |" in text
+
+
+def test_torchs_kernels_are_left_out_as_the_version_spells_it(tmp_path):
+    fake = tmp_path / "compute-sanitizer"
+    for option in ("--kernel-name-exclude", "--kernel-regex-exclude", None):
+        fake.write_text(f"#!/bin/sh\necho '  {option} arg    Do not check'\n")
+        fake.chmod(0o755)
+        expected = [str(fake)] if option is None else [str(fake), option, sanitize.NOT_OURS]
+        assert sanitize.excluding_torch(str(fake)) == expected
 
 
 def test_every_method_with_kernels_has_a_case():

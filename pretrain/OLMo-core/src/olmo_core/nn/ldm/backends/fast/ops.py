@@ -97,8 +97,14 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def _extra_columns(d_k: int) -> int:
-    return Spec("forward", 64, d_k).extra_columns
+@cache
+def _extra_columns(d_k: int, earlier: int = 0) -> int:
+    return Spec("forward", 64, d_k, earlier=earlier).extra_columns
+
+
+def _empty_like(t: Tensor) -> Tensor:
+    """Contiguous. ``new_empty`` takes the host twice as long."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _forward_outputs(o: BoundaryOptions, memory: Tensor, y: Tensor):
@@ -294,15 +300,14 @@ def _launch_window_forward(
     """
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens, n = y.numel() // d, len(earlier)
-    extra = Spec("forward", 64, o.d_k, earlier=n).extra_columns
-    x, memory_out, coefficients_out = y.new_empty(y.shape), None, None
+    x, memory_out, coefficients_out = _empty_like(y), None, None
     if writes:
-        memory_out = memory.new_empty(memory.shape)
+        memory_out = _empty_like(memory)
     else:
         shape = (*y.shape[:-1], (2 + n) * o.d_k)
         coefficients_out = y.new_empty(shape, dtype=torch.float32)
     n_parameters = (o.n_rows + 1) * d + o.n_biases
-    n_saved = n_tokens * (o.n_rows + 4 + extra)
+    n_saved = n_tokens * (o.n_rows + 4 + _extra_columns(o.d_k, n))
     packed = y.new_empty(n_parameters + n_saved, dtype=torch.float32)
     if n_tokens:
         plan = _forward_plan(options, d, device, True, n, writes)
@@ -350,7 +355,9 @@ def _launch_window_backward(
     """
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
-    d_memory, d_y, _, _, d_parameters = flexible._backward_outputs(o, memory, y, None, None)
+    n_parameters = (o.n_rows + 1) * d + o.n_biases
+    d_memory, d_y = _empty_like(memory), _empty_like(y)
+    d_parameters = packed.new_empty(n_parameters)
     if n_tokens == 0:
         return d_memory, d_y, d_parameters.zero_()
     plans = _backward_plan(options, d, device, d_memory_out is not None, len(earlier))
@@ -363,7 +370,7 @@ def _launch_window_backward(
     if d_memory_out is not None:
         d_memory_out = _aligned(d_memory_out)
     start = packed.data_ptr()
-    saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
+    saved = start + 4 * n_parameters
     with on_device(device):
         plan.kernel(
             clusters * spec.cluster,
