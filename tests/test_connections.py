@@ -696,9 +696,17 @@ def test_a_block_pattern_may_vary_what_is_not_the_depth_connection():
 
 
 @pytest.mark.parametrize("activation", ["two_sigmoid", "softmax", "none"])
-def test_block_start_of_the_keys_makes_slots_of_runs_of_sublayers(activation):
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        # Sublayers 0 .. 8 write at boundaries 1 .. 9; the embedding belongs to the first slot.
+        ("block", [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]),
+        ("embedding_block", [0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
+    ],
+)
+def test_block_start_of_the_keys_makes_slots_of_runs_of_sublayers(start, expected, activation):
     K, L, d = 4, 9, 16
-    config = LDMConfig(d_k=K, key_start="block", key_activation=activation, forget="none")  # type: ignore[arg-type]
+    config = LDMConfig(d_k=K, key_start=start, key_activation=activation, forget="none")
     torch.manual_seed(0)
     state, y, gain = (), torch.randn(1, 3, d), torch.ones(d)
     slots = []
@@ -708,8 +716,7 @@ def test_block_start_of_the_keys_makes_slots_of_runs_of_sublayers(activation):
         key = coefficients["key"].reshape(-1, K)[0]
         slots.append(int(key.argmax()))
         assert key.max() > 10 * key.sort().values[-2]
-    # Sublayers 0 .. 8 write at boundaries 1 .. 9; the embedding belongs to the first slot.
-    assert slots == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert slots == expected
 
 
 @pytest.mark.parametrize(("start", "first", "last"), [("narrow", 1e-4, 1e-2), ("wide", 1e-3, 1.0)])

@@ -38,6 +38,8 @@ class KeyStart(StrEnum):
     The depth is cut into K runs of sublayers, and each run starts with a slot of its own: weight 1.9 there and 0.1 in the others
     (softmax: 5.9 and 0.3 at K = 8). Slots start as sums over blocks, the sources of block AttnRes (arXiv 2603.15031).
     """
+    embedding_block = "embedding_block"
+    """The same, but the first slot starts with the embedding alone, and K - 1 runs of sublayers share the others."""
 
 
 class QuerySource(StrEnum):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .config import LDMConfig
 
 BLOCK_START = {"two_sigmoid": (3.0, -3.0), "softmax": (1.5, -1.5), "none": (2.0, 0.0)}
-"""Key biases of a boundary's own and of the other slots at the start, with ``key_start=block``."""
+"""Key biases of a boundary's own and of the other slots at the start, unless ``key_start=uniform``."""
 KERNELS = (DepthBackend.fast, DepthBackend.fast_inference, DepthBackend.flexible)
 """The backends with kernels of their own; the fast ones have the flexible one's boundary 0."""
 FORGET_RATES = {"narrow": (1e-4, 1e-2), "wide": (1e-3, 1.0)}
@@ -108,8 +108,10 @@ class LDMBoundary(DepthBoundary):
         for name, parameter in self.named_parameters(recurse=False):
             if name != "b_forget":
                 parameter.fill_(starts.get(name, 0.0))
-        if self.config.key_start == "block" and K > 1:
-            own_slot = max(self._index - 1, 0) * K // self._n_sublayers
+        if self.config.key_start != "uniform" and K > 1:
+            apart = self.config.key_start == "embedding_block"
+            own_slot = max(self._index - 1, 0) * (K - apart) // self._n_sublayers
+            own_slot += apart and not self.is_first
             name, values = "b_key", BLOCK_START[self.config.key_activation]
             if self.is_first:
                 name, values = "key_0", (1.9, 0.1)
