@@ -309,6 +309,7 @@ def test_bad_input_is_one_sentence(large, tmp_path, capsys):
     write_config(tmp_path / "step3", tiny_config(PreLNConfig()))
     assert "has a config.json but no weights" in told(large, tmp_path / "step3", *cpu)
     assert "unknown GPU 'abacus'" in told(large, "--gpu", "abacus")
+    assert "unknown backend 'abacus'" in told(large, "--backend", "abacus", *cpu)
     assert "--prompts 99: there are 8 of our own" in told(large, *cpu, "--prompts", 99)
     assert "--new-tokens must be at least 2, got 1" in told(large, *cpu, "--new-tokens", 1)
     assert "is a folder; give the file to write" in told(large, *cpu, "--json", tmp_path)

@@ -127,7 +127,9 @@ def test_auto_falls_back_to_flexible_and_reference(monkeypatch):
 @pytest.mark.parametrize("d", WIDTHS)
 def test_launches_fit_the_machine(d, d_k):
     for direction, earlier in product(("forward", "backward"), range(launch_table.MAX_WINDOW[d_k])):
-        for launch in launch_table.candidates("sm_90a", direction, d, d_k, earlier):
+        key = ("sm_90a", direction, d, d_k, earlier)
+        known = launch_table.candidates(*key) + launch_table.coefficients_candidates(*key)
+        for launch in known:
             s = launch_table.spec_of(launch, direction, d, d_k, earlier=earlier)
             assert s.output_tokens * s.output_tiles == s.tokens and s.output_tokens * d_k >= 8
             assert s.columns * s.cluster == d and s.columns % 64 == 0
@@ -251,8 +253,7 @@ class FakeDriver:
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         c = config._obj
         values = [
-            C_TYPES[t].from_address(p).value
-            for t, p in zip(self.arguments, pointers, strict=True)
+            C_TYPES[t].from_address(p).value for t, p in zip(self.arguments, pointers, strict=True)
         ]
         cluster = [(a.id, a.x, a.y, a.z) for a in c.attributes[: c.n_attributes]]
         self.launches.append(
@@ -718,6 +719,14 @@ class Emulated:
             {"d": 128, "d_k": 4, "tokens": 4, "earlier": 2, "writes": False, "dots_warps": 4},
             {},
         ),
+        # Seven for the coefficients: more than a tile has tokens.
+        (
+            9,
+            1,
+            {"d": 128, "d_k": 8, "cluster": 2, "tokens": 4, "earlier": 1, "coefficient_warps": 7},
+            {"tokens": 2},
+        ),
+        (7, 2, {"d": 64, "d_k": 8, "tokens": 2, "coefficient_warps": 7}, {"tokens": 2}),
         (3, 1, {"d": 64, "d_k": 8, "earlier": 7, "forget": "static"}, {}),
         (5, 2, {"d": 128, "d_k": 8, "writes": False, "forget": "none"}, None),
     ],

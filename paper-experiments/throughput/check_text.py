@@ -289,9 +289,13 @@ def backends(model: Any) -> list[str]:
 
 
 def check_checkpoint(
-    job: Job, device: torch.device, dtype: torch.dtype, new_tokens: int
+    job: Job, device: torch.device, dtype: torch.dtype, new_tokens: int, backend: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a checkpoint: all prompts as one batch, and the first alone."""
+    """
+    The rows of a checkpoint: all prompts as one batch, and the first alone.
+
+    :param backend: Of the depth connections that generate, instead of what generation picks by itself.
+    """
     from eval.checkpoint import load_checkpoint
     from eval.generate import set_depth_backend
     from olmo_core.generate.generation_module import GenerationConfig
@@ -304,6 +308,8 @@ def check_checkpoint(
     reference = plain.model.requires_grad_(False)
     exact = copy.deepcopy(reference).float()
     loaded = load_checkpoint(job.path, device, dtype)
+    if backend is not None:
+        set_depth_backend(loaded, DepthBackend(backend))
     never = loaded.model_config.vocab_size  # no model produces the id after its last
     module = DepthGenerationModule.from_model(
         loaded.model, GenerationConfig(pad_token_id=never + 1, eos_token_id=never)
@@ -422,6 +428,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, nargs="+", help="a stepN folder of a run")
     parser.add_argument("--gpu", default="h200", help="h100, h200, b200 or cpu (default: h200)")
     parser.add_argument(
+        "--backend",
+        help="generate with this backend of the depth connections (default: what generation picks by itself)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         help="(default: bfloat16 on a GPU, float32 on a CPU)",
@@ -449,6 +459,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, name) < least:
             option = name.replace("_", "-")
             raise UserError(f"--{option} must be at least {least}, got {getattr(args, name)}")
+    if args.backend is not None:
+        from olmo_core.nn.depth import DepthBackend
+
+        if args.backend not in list(DepthBackend):
+            raise UserError(
+                f"unknown backend '{args.backend}': choose one of {', '.join(DepthBackend)}"
+            )
     if args.gpu not in measure.GPUS:
         raise UserError(f"unknown GPU '{args.gpu}': choose one of {', '.join(measure.GPUS)}")
     if args.gpu != "cpu" and not torch.cuda.is_available():
@@ -516,7 +533,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row | {"status": "no time left"})
             continue
         try:
-            for one in check_checkpoint(job, device, dtype, args.new_tokens):
+            for one in check_checkpoint(job, device, dtype, args.new_tokens, args.backend):
                 rows.append(row | one)
         except torch.OutOfMemoryError as e:
             rows.append(row | {"status": "oom", "error": measure.first_line(e)})

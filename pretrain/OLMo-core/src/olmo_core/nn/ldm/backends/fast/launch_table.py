@@ -219,6 +219,23 @@ def dots_candidates(
     return found
 
 
+MANY_COEFFICIENT_WARPS = 7
+
+
+def coefficients_candidates(
+    architecture: str, direction: str, d: int, d_k: int, earlier: int = 0, writes: bool = True
+) -> list[Launch]:
+    """
+    The launch of the shape with more warps for the coefficients: those that do not work out a token's ask for what the forward saved
+    of the next tokens. Where the dot products had warps of their own, without these too.
+    """
+    first = launch(architecture, direction, d, d_k, earlier, writes)
+    if first is None or d_k == 16 or first.coefficient_warps == MANY_COEFFICIENT_WARPS:
+        return []
+    new = replace(first, coefficient_warps=MANY_COEFFICIENT_WARPS, dots_warps=0, timed=False)
+    return [new] if _runs(new, direction, d, d_k, earlier) else []
+
+
 def candidates(
     architecture: str, direction: str, d: int, d_k: int, earlier: int = 0
 ) -> list[Launch]:

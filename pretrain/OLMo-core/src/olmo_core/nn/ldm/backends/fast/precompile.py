@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from . import cache, launch_table
 from .layout import Spec
@@ -51,6 +52,27 @@ def compile_all(specs: Sequence[cache.Spec], architecture: str, place: Path) -> 
     return n
 
 
+def _variants(
+    launch: launch_table.Launch,
+    direction: str,
+    d: int,
+    d_k: int,
+    options: tuple[str, str],
+    earlier: int,
+    writes: bool,
+) -> list[Spec]:
+    """What tune asks for of a launch: at a window's boundary, and at the first also as the launch of the recurrent form."""
+    forms: list[dict[str, Any]] = [{"writes": writes}]
+    if direction == "backward":
+        forms.append({"memory_gradient": False})
+    elif not earlier:
+        forms += [{"writes": True}, {"writes": True, "saves": False}]
+    return [
+        launch_table.spec_of(launch, direction, d, d_k, *options, earlier=earlier, **form)
+        for form in forms
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
@@ -83,6 +105,10 @@ def main() -> None:
         if args.candidates:
             for direction, earlier in product(("forward", "backward"), range(window)):
                 last = earlier == window - 1 or direction == "backward"
+                for launch in launch_table.coefficients_candidates(
+                    args.arch, direction, d, d_k, earlier, last
+                ):
+                    specs += _variants(launch, direction, d, d_k, options, earlier, last)
                 known = launch_table.candidates(args.arch, direction, d, d_k, earlier)
                 if window > 1 and not earlier:
                     # A window's first boundary has the rows of the recurrent form; tune times only these beside them.

@@ -11,8 +11,9 @@ at the bandwidth of a copy kernel in this run), and the host's time of an eager 
 ended when it says nothing for a minute: a kernel that waits for ever does not stop the rest. The JSON is written anew after
 every result; its ``table`` holds the best launches. Exit status 1 if something was wrong.
 
-The parts ``window`` and ``dots`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries alone and in
-a row, and for launches whose dot products have warps of their own, in both forms; each ends with a window beside the recurrent form.
+The parts ``window``, ``dots`` and ``coefficients`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries
+alone and in a row, for launches whose dot products have warps of their own, and for launches with seven warps for the coefficients, in both forms;
+each ends with a window beside the recurrent form.
 """
 
 import argparse
@@ -387,14 +388,14 @@ def _run_checks(checks: list[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
         torch.cuda.empty_cache()
 
 
-def work_window(args: argparse.Namespace, dots: bool = False) -> None:
+def work_window(args: argparse.Namespace, part: str = "window") -> None:
     """
-    :param dots: Launches whose dot products have warps of their own, of the recurrent form and of windows, beside the table's; else the
-        other launches of windows.
+    :param part: ``dots`` or ``coefficients``: launches whose dot products have warps of their own, or with more warps for the coefficients,
+        of the recurrent form and of windows, beside the table's; ``window``: the other launches of windows.
     """
     shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability()[0]]
-    if not dots:
+    if part == "window":
         for d, d_k, n_tokens, window, options in WINDOW_CHECKS:
             if (d, d_k) in shapes:
                 size = f"window {window}, {d}x{d_k}, {n_tokens} tokens"
@@ -420,21 +421,19 @@ def work_window(args: argparse.Namespace, dots: bool = False) -> None:
     rows = dict(launch_table.TABLE), dict(launch_table.WINDOWS)
     for d, d_k in shapes:
         plans = {
-            (direction, earlier): _window_candidates(
-                architecture, direction, d, d_k, earlier, dots=dots
-            )
+            (direction, earlier): _window_candidates(architecture, direction, d, d_k, earlier, part)
             for direction, earlier in product(("forward", "backward"), range(WINDOW))
         }
-        if dots:
+        if part != "window":
             for (direction, earlier), known in plans.items():
                 _row(architecture, direction, d, d_k, earlier, known[-1])
             ops.forget_plans()
             n = 1061
             _run_checks(
-                [(f"{d}x{d_k}, {n} tokens, dots", partial(check, d, d_k, n, {}))]
+                [(f"{d}x{d_k}, {n} tokens, {part}", partial(check, d, d_k, n, {}))]
                 + [
                     (
-                        f"boundary {e} of window {WINDOW}, {d}x{d_k}, {n} tokens, dots",
+                        f"boundary {e} of window {WINDOW}, {d}x{d_k}, {n} tokens, {part}",
                         partial(check_position, d, d_k, n, WINDOW, e, {}),
                     )
                     for e in range(1, WINDOW)
@@ -454,12 +453,19 @@ def work_window(args: argparse.Namespace, dots: bool = False) -> None:
 
 
 def _window_candidates(
-    architecture: str, direction: str, d: int, d_k: int, earlier: int, *, dots: bool
+    architecture: str, direction: str, d: int, d_k: int, earlier: int, part: str
 ) -> list[Launch]:
     first = launch_table.launch(architecture, direction, d, d_k, earlier)
     assert first is not None
-    if dots:
+    if part == "dots":
         return [first, *launch_table.dots_candidates(architecture, direction, d, d_k, earlier)]
+    if part == "coefficients":
+        # A window's first boundary stores no memory, and has a row of its own for that forward.
+        writes = direction == "backward" or earlier == WINDOW - 1
+        here = (architecture, direction, d, d_k, earlier, writes)
+        row = launch_table.launch(*here)
+        assert row is not None
+        return [row, *launch_table.coefficients_candidates(*here)]
     if not earlier:
         # The rows of the recurrent form, which the part "time" chooses.
         return [first]
@@ -468,11 +474,11 @@ def _window_candidates(
 
 
 def _row(architecture: str, direction: str, d: int, d_k: int, earlier: int, launch: Launch) -> None:
-    """A window's first boundary has the row of the recurrent form."""
-    if earlier:
-        launch_table.WINDOWS[architecture, direction, d, d_k, earlier] = launch
-    else:
+    """A window's first boundary has the row of the recurrent form, or where it does not store the memory one of its own."""
+    if not earlier:
         launch_table.TABLE[architecture, direction, d, d_k] = launch
+    if earlier or direction == "forward":
+        launch_table.WINDOWS[architecture, direction, d, d_k, earlier] = launch
 
 
 def _restore(rows: tuple[dict, dict]) -> None:
@@ -792,7 +798,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
     parser.add_argument("--tokens", default="16384", help="numbers of tokens, such as 16384,65536")
-    parts = ["check", "time", "window", "dots", "sizes"]
+    parts = ["check", "time", "window", "dots", "coefficients", "sizes"]
     parser.add_argument("--only", choices=parts, help="one part")
     parser.add_argument("--work", choices=parts, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -806,7 +812,8 @@ def main() -> None:
             "check": work_check,
             "time": work_time,
             "window": work_window,
-            "dots": partial(work_window, dots=True),
+            "dots": partial(work_window, part="dots"),
+            "coefficients": partial(work_window, part="coefficients"),
             "sizes": work_sizes,
         }
         work[args.work](args)
