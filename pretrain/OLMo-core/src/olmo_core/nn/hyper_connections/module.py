@@ -163,7 +163,12 @@ class HyperConnectionsBoundary(DepthBoundary):
     ) -> tuple[State, torch.Tensor]:
         run: Callable
         if self.selected_backend == DepthBackend.flexible:
-            from .backends.flexible.ops import boundary as run
+            from .backends.flexible import inference_ops
+
+            if inference_ops.takes(y):
+                run = inference_ops.boundary
+            else:
+                from .backends.flexible.ops import boundary as run
         elif self.selected_backend == DepthBackend.tile_kernels:
             from .backends.tile_kernels import boundary as run
         else:
