@@ -5,6 +5,7 @@ Natively on a GPU, through Triton's interpreter elsewhere.
 
 import sys
 import types
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,8 +36,10 @@ pytest.importorskip("triton")
 from olmo_core.nn.hyper_connections.backends.flexible import launch_table, ops, tune, unavailable
 from olmo_core.nn.hyper_connections.backends.flexible.launch_table import (
     Backward,
+    Collapse,
     Forward,
     Launches,
+    Phi,
     Rows,
 )
 
@@ -279,10 +282,29 @@ def test_post_is_one_without_a_map():
 @pytest.mark.parametrize(
     "launches",
     [
-        Launches(Forward(16, 16, 16, 1), Rows(8, 8, 1, 1), Backward(16, 16, 1, 1)),
-        Launches(Forward(32, 32, 1, 4, stages=2), Rows(16, 2, 2, 3), Backward(32, 16, 2, 5)),
+        Launches(
+            Forward(16, 16, 16, 1),
+            Collapse(1, 1),
+            Rows(1, 1),
+            Backward(16, 16, 1),
+            Phi(16, 16, 1, 1),
+        ),
+        Launches(
+            Forward(32, 32, 1, 4, stages=2),
+            Collapse(8, 2),
+            Rows(2, 5, stages=3),
+            Backward(32, 16, 2, stages=3),
+            Phi(32, 16, 2, 5, stages=3),
+        ),
+        Launches(
+            Forward(32, 16, 2, 4, fused=True),
+            Collapse(1, 1),
+            Rows(1, 2),
+            Backward(16, 16, 2, by_chunks=True, programs_per_sm=5),
+            Phi(16, 16, 1, 1),
+        ),
     ],
-    ids=["small", "large"],
+    ids=["small", "large", "fused, by chunks"],
 )
 def test_launches_do_not_change_the_result(launches, monkeypatch):
     monkeypatch.setattr(launch_table, "launches", lambda *key: launches)
@@ -493,10 +515,13 @@ def test_the_nearest_launch_row_is_taken_and_named_once(monkeypatch):
     assert row == launch_table.TABLE[90, torch.bfloat16, 1024, 4] and not said
     assert launch_table.launches(100, torch.bfloat16, 1024, 4) == row
     assert "sm_100, bfloat16, d=1024, n=4" in said[0] and "sm_90, bfloat16, d=1024" in said[0]
+    small = launch_table.launches(89, torch.bfloat16, 1024, 4)
+    assert small.backward == replace(row.backward, stages=1) and small.collapse == row.collapse
+    said.pop(1)
     wide = launch_table.launches(90, torch.bfloat16, 8192, 4)
     assert "d=2048" in said[1] and wide.forward.rows == 1
     fp32 = launch_table.launches(90, torch.float32, 1000, 4)
-    assert "d=1024" in said[2] and fp32.forward.tokens == 16 and fp32.backward.tokens == 16
+    assert "d=1024" in said[2] and fp32.forward.tokens == 32 and fp32.backward.tokens == 16
 
 
 def identity_model(**options: Any) -> Any:

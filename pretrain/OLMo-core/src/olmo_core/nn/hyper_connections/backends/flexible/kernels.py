@@ -1,11 +1,21 @@
 """
 Triton kernels of mHC's ``flexible`` backend. The maths is that of :mod:`..reference`.
 
-Everything is bound by memory, so what counts is how often a token's ``[N, D]`` streams cross the bus. The forward is one
-kernel: a program mixes the streams of ``BT`` tokens chunk by chunk, accumulates their product with ``phi`` on the tensor
-cores, and reads the streams that it has just written once more, from L2 if its tile is small enough, to collapse them.
-The backward is three: what depends on whole rows (norm, collapse, maps, Sinkhorn); what does not, with one chunk of the
-width for each program, so that its part of ``phi`` and of ``d_phi`` stays on chip; and the sums of partial results.
+Everything is bound by memory, so what counts is how often a token's ``[N, D]`` streams cross the bus.
+
+Forward: :func:`boundary_forward_kernel` mixes the streams of ``BT`` tokens chunk by chunk and accumulates their product with
+``phi`` on the tensor cores. Collapsing the new streams needs all of the product. Either the same program does it, reading
+them once more, from L2 if the tiles of all programs fit there (``FUSED``), or :func:`collapse_kernel` does, from the last
+token to the first, since the last are what L2 still holds.
+
+Backward: :func:`rows_backward_kernel` does what depends on whole rows (norm, collapse, maps, Sinkhorn). What does not has two
+forms. By tokens: :func:`streams_backward_kernel` gives the gradients of the streams, with a tile of tokens for each program
+and their coefficients in its registers, and :func:`phi_backward_kernel` that of ``phi``, from one more reading of the
+streams. By chunks: :func:`boundary_backward_kernel` does both, with one chunk of the width for each program, so that its
+part of ``phi`` and of ``d_phi`` stays on chip. :func:`finish_kernel` sums partial results.
+
+The loops over tiles are pipelined by Triton with ``STAGES - 1`` tiles in shared memory: with 2 stages a tile is loaded
+after the one before has been used up, so that only 3 or more hide the latency of memory.
 
 Layouts in memory (row-major), FP32 where not said::
 
@@ -16,11 +26,14 @@ Layouts in memory (row-major), FP32 where not said::
                     and what BF16 keeps of the rest
     saved           [M, COLUMNS] products X phi before the norm; [M] reciprocal RMS of X; [M] reciprocal RMS of h; [M, N]
                     H_pre
-    scratch         [programs, D + SMALL] sums of each program for the gain, the biases and the alphas;
-                    [M, COLUMNS] Q = alpha dlogits rstd, so that d_phi = X^T Q and dX has Q phi^T;
-                    [M] what dh has of -h from the norm; [M] what dX has of -X from the RMS; [M, N] d_pre;
-                    [splits, N * D, COLUMNS] sums for phi; [chunks, M, N] and [chunks, M, N * N] for post and res;
-                    [programs, ITERATIONS, BT, N] row scalings of the Sinkhorn iteration
+    scratch         [M, COLUMNS] Q = alpha dlogits rstd, so that d_phi = X^T Q and dX has Q phi^T;
+                    [splits, N * D, COLUMNS] sums for phi;
+                    [M] what dh has of -h from the norm; [2, M] what dX has of -X from the RMS, by way of the gates and of
+                    the other maps;
+                    [programs, D + N + 1] sums of each program for the gain, and for bias and alpha of the gates;
+                    [map programs, COLUMNS - N + 2] the same for the other maps;
+                    [chunks, M, N] and [chunks, M, N * N] sums for post and res, of the form by chunks;
+                    [ITERATIONS, N, M] row scalings of the Sinkhorn iteration
     d_parameters    [N * D, COLUMNS] phi; [D] gain; [COLUMNS] bias; [alphas]
 
 ``PREVIOUS`` says how the last sublayer's output joins the streams: ``first`` (they are copies of it), ``identity``,
@@ -178,7 +191,11 @@ def boundary_forward_kernel(
     ROWS: tl.constexpr,  # tokens whose whole rows are held at once
     BW: tl.constexpr,  # power of two >= D
     STAGES: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
+    """
+    The new streams, their products with ``phi`` and their RMS; if ``FUSED``, also all that :func:`collapse_kernel` does.
+    """
     first = tl.program_id(0).to(tl.int64) * BT
     tok = first + tl.arange(0, BT)
     mask_t = tok < n_tokens
@@ -258,60 +275,264 @@ def boundary_forward_kernel(
             saved + tok[:, None] * COLUMNS + c[None, :], products, mask=mask_t[:, None] & mask_c
         )
         tl.store(rstd_at + tok, tl.rsqrt(squares / (N * D) + eps), mask=mask_t)
-        # From here on threads read what others of the program have written.
+    if FUSED:
+        if NEXT != "sum":
+            # From here on threads read what others of the program have written.
+            tl.debug_barrier()
+            rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
+            at = tok[:, None] * COLUMNS + i[None, :]
+            z = tl.load(saved + at, mask=mask_t[:, None], other=0.0) * rstd[:, None]
+            z = tl.load(alpha).to(tl.float32) * z + tl.load(bias + i).to(tl.float32)[None, :]
+            tl.store(gates_at + tok[:, None] * N + i[None, :], tl.sigmoid(z), mask=mask_t[:, None])
         tl.debug_barrier()
-        rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
-        at = tok[:, None] * COLUMNS + i[None, :]
-        z = tl.load(saved + at, mask=mask_t[:, None], other=0.0) * rstd[:, None]
-        z = tl.load(alpha).to(tl.float32) * z + tl.load(bias + i).to(tl.float32)[None, :]
-        tl.store(gates_at + tok[:, None] * N + i[None, :], tl.sigmoid(z), mask=mask_t[:, None])
-    tl.debug_barrier()
 
+        dw = tl.arange(0, BW)
+        mask_w = dw < D
+        gain = tl.load(norm_weight + dw, mask=mask_w, other=0.0).to(tl.float32)[None, :]
+        for sub in tl.range(0, BT, ROWS):
+            r = sub + tl.arange(0, ROWS)
+            mask_r = r < n_tokens - first
+            if D == BW:
+                mask = mask_r[:, None]
+            else:
+                mask = mask_r[:, None] & mask_w[None, :]
+            h = tl.zeros([ROWS, BW], tl.float32)
+            if NEXT != "sum":
+                gates = load_scalars(gates_at + first * N + r * N, mask_r, N)
+            for k in tl.static_range(N):
+                s = tl.load(
+                    streams_out + first * (N * D) + (r[:, None] * (N * D) + (k * D + dw)[None, :]),
+                    mask=mask,
+                    other=0.0,
+                )
+                if NEXT == "sum":
+                    h += widen(s, BF16)
+                else:
+                    h += gates[k] * widen(s, BF16)
+            rstd_h = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
+            tl.store(rstd_at + n_tokens + first + r, rstd_h, mask=mask_r)
+            h = narrow(h * rstd_h[:, None] * gain, y.dtype.element_ty, BF16)
+            tl.store(x + first * D + (r[:, None] * D + dw[None, :]), h, mask=mask)
+
+        if (NEXT == "sinkhorn") or (NEXT == "identity"):
+            z = tl.load(saved + at + N, mask=mask_t[:, None], other=0.0) * rstd[:, None]
+            z = (
+                tl.load(alpha + 1).to(tl.float32) * z
+                + tl.load(bias + N + i).to(tl.float32)[None, :]
+            )
+            tl.store(
+                post_out + tok[:, None] * N + i[None, :], 2.0 * tl.sigmoid(z), mask=mask_t[:, None]
+            )
+        if NEXT == "sinkhorn":
+            entry = i[:, None] * N + i[None, :]
+            mask_m = mask_t[:, None, None]
+            at = tok[:, None, None] * COLUMNS + (2 * N + entry)[None, :, :]
+            b = tl.load(bias + 2 * N + entry).to(tl.float32)[None, :, :]
+            z = tl.load(saved + at, mask=mask_m, other=0.0) * rstd[:, None, None]
+            _, m = sinkhorn_start(tl.load(alpha + 2).to(tl.float32) * z + b)
+            for _ in tl.range(1, ITERATIONS):
+                m *= reciprocal(tl.sum(m, axis=1), BF16)[:, None, :]
+                m *= reciprocal(tl.sum(m, axis=2), BF16)[:, :, None]
+            tl.store(res_out + tok[:, None, None] * (N * N) + entry[None, :, :], m, mask=mask_m)
+
+
+@triton.jit
+def normalize_rows(e, u, N: tl.constexpr, BF16: tl.constexpr):
+    """
+    One Sinkhorn iteration on ``u E v``, as tuples of a vector over tokens for each entry: the column scalings ``v`` that
+    the row scalings ``u`` ask for, and the next ``u``. All of a token in one thread: no reduction crosses threads.
+    """
+    v = ()
+    for c in tl.static_range(N):
+        total = u[0] * e[c]
+        for k in tl.static_range(1, N):
+            total += u[k] * e[k * N + c]
+        v += (reciprocal(total, BF16),)
+    new = ()
+    for k in tl.static_range(N):
+        total = e[k * N] * v[0]
+        for c in tl.static_range(1, N):
+            total += e[k * N + c] * v[c]
+        new += (reciprocal(total, BF16),)
+    return v, new
+
+
+@triton.jit
+def normalize_first(logits, N: tl.constexpr):
+    """:func:`sinkhorn_start` on a tuple of a vector over tokens for each entry."""
+    columns = logits
+    shift = ()
+    for c in tl.static_range(N):
+        top = logits[c]
+        for k in tl.static_range(1, N):
+            top = tl.maximum(top, logits[k * N + c])
+        total = tl.exp(logits[c] - top)
+        for k in tl.static_range(1, N):
+            total += tl.exp(logits[k * N + c] - top)
+        shift += (top + tl.log(total),)
+    columns = ()
+    for entry in tl.static_range(N * N):
+        columns += (logits[entry] - shift[entry % N],)
+    p = ()
+    rows = ()
+    for k in tl.static_range(N):
+        top = columns[k * N]
+        for c in tl.static_range(1, N):
+            top = tl.maximum(top, columns[k * N + c])
+        row = ()
+        total = tl.zeros_like(top)
+        for c in tl.static_range(N):
+            m = tl.exp(columns[k * N + c] - top)
+            p += (tl.exp(columns[k * N + c]),)
+            row += (m,)
+            total += m
+        total = 1.0 / total
+        for c in tl.static_range(N):
+            rows += (row[c] * total,)
+    return p, rows
+
+
+@triton.jit
+def load_vectors(at, mask, N: tl.constexpr):
+    """``N`` numbers of each token, as that many vectors over tokens."""
+    out = ()
+    for j in tl.static_range(N):
+        out += (tl.load(at + j, mask=mask, other=0.0),)
+    return out
+
+
+@triton.jit
+def collapse_tile(
+    tile,
+    alpha,
+    bias,
+    norm_weight,
+    streams_out,
+    x,
+    saved,
+    n_tokens,
+    eps,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEXT: tl.constexpr,
+    BF16: tl.constexpr,
+    ROWS: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """The gates of ``ROWS`` tokens, and the collapse of their streams with its norm."""
+    rstd_at = saved + wide(n_tokens) * COLUMNS
+    tok = tile * ROWS + tl.arange(0, ROWS)
+    mask_t = tok < n_tokens
     dw = tl.arange(0, BW)
     mask_w = dw < D
+    if D == BW:
+        mask = mask_t[:, None]
+    else:
+        mask = mask_t[:, None] & mask_w[None, :]
+    s = load_each(streams_out + tok[:, None] * (N * D), dw[None, :], mask, N, D)
     gain = tl.load(norm_weight + dw, mask=mask_w, other=0.0).to(tl.float32)[None, :]
-    for sub in tl.range(0, BT, ROWS):
-        r = sub + tl.arange(0, ROWS)
-        mask_r = r < n_tokens - first
-        if D == BW:
-            mask = mask_r[:, None]
-        else:
-            mask = mask_r[:, None] & mask_w[None, :]
-        h = tl.zeros([ROWS, BW], tl.float32)
-        if NEXT != "sum":
-            gates = load_scalars(gates_at + first * N + r * N, mask_r, N)
+    h = tl.zeros([ROWS, BW], tl.float32)
+    if NEXT == "sum":
         for k in tl.static_range(N):
-            s = tl.load(
-                streams_out + first * (N * D) + (r[:, None] * (N * D) + (k * D + dw)[None, :]),
-                mask=mask,
-                other=0.0,
-            )
-            if NEXT == "sum":
-                h += widen(s, BF16)
-            else:
-                h += gates[k] * widen(s, BF16)
-        rstd_h = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
-        tl.store(rstd_at + n_tokens + first + r, rstd_h, mask=mask_r)
-        h = narrow(h * rstd_h[:, None] * gain, y.dtype.element_ty, BF16)
-        tl.store(x + first * D + (r[:, None] * D + dw[None, :]), h, mask=mask)
+            h += widen(s[k], BF16)
+    else:
+        rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
+        scale = tl.load(alpha).to(tl.float32)
+        for k in tl.static_range(N):
+            z = tl.load(saved + tok * COLUMNS + k, mask=mask_t, other=0.0) * rstd
+            gate = tl.sigmoid(scale * z + tl.load(bias + k).to(tl.float32))
+            tl.store(rstd_at + 2 * wide(n_tokens) + tok * N + k, gate, mask=mask_t)
+            h += gate[:, None] * widen(s[k], BF16)
+    rstd_h = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
+    tl.store(rstd_at + n_tokens + tok, rstd_h, mask=mask_t)
+    h = narrow(h * rstd_h[:, None] * gain, x.dtype.element_ty, BF16)
+    tl.store(x + tok[:, None] * D + dw[None, :], h, mask=mask)
 
-    if (NEXT == "sinkhorn") or (NEXT == "identity"):
-        z = tl.load(saved + at + N, mask=mask_t[:, None], other=0.0) * rstd[:, None]
-        z = tl.load(alpha + 1).to(tl.float32) * z + tl.load(bias + N + i).to(tl.float32)[None, :]
-        tl.store(
-            post_out + tok[:, None] * N + i[None, :], 2.0 * tl.sigmoid(z), mask=mask_t[:, None]
-        )
+
+@triton.jit
+def maps_tile(
+    tile,
+    alpha,
+    bias,
+    post_out,
+    res_out,
+    saved,
+    n_tokens,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEXT: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    BF16: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """``post`` and ``res`` of ``BM`` tokens, one for each thread."""
+    rstd_at = saved + wide(n_tokens) * COLUMNS
+    tok = tile * BM + tl.arange(0, BM)
+    mask_t = tok < n_tokens
+    rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
+    scale = tl.load(alpha + 1).to(tl.float32)
+    for k in tl.static_range(N):
+        z = tl.load(saved + tok * COLUMNS + (N + k), mask=mask_t, other=0.0) * rstd
+        z = scale * z + tl.load(bias + N + k).to(tl.float32)
+        tl.store(post_out + tok * N + k, 2.0 * tl.sigmoid(z), mask=mask_t)
     if NEXT == "sinkhorn":
-        entry = i[:, None] * N + i[None, :]
-        mask_m = mask_t[:, None, None]
-        at = tok[:, None, None] * COLUMNS + (2 * N + entry)[None, :, :]
-        b = tl.load(bias + 2 * N + entry).to(tl.float32)[None, :, :]
-        z = tl.load(saved + at, mask=mask_m, other=0.0) * rstd[:, None, None]
-        _, m = sinkhorn_start(tl.load(alpha + 2).to(tl.float32) * z + b)
+        scale = tl.load(alpha + 2).to(tl.float32)
+        logits = ()
+        for entry in tl.static_range(N * N):
+            z = tl.load(saved + tok * COLUMNS + (2 * N + entry), mask=mask_t, other=0.0) * rstd
+            logits += (scale * z + tl.load(bias + 2 * N + entry).to(tl.float32),)
+        _, e = normalize_first(logits, N)
+        u = ()
+        v = ()
+        for _ in tl.static_range(N):
+            u += (tl.full([BM], 1.0, tl.float32),)
+            v += (tl.full([BM], 1.0, tl.float32),)
         for _ in tl.range(1, ITERATIONS):
-            m *= reciprocal(tl.sum(m, axis=1), BF16)[:, None, :]
-            m *= reciprocal(tl.sum(m, axis=2), BF16)[:, :, None]
-        tl.store(res_out + tok[:, None, None] * (N * N) + entry[None, :, :], m, mask=mask_m)
+            v, u = normalize_rows(e, u, N, BF16)
+        for entry in tl.static_range(N * N):
+            m = u[entry // N] * e[entry] * v[entry % N]
+            tl.store(res_out + tok * (N * N) + entry, m, mask=mask_t)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def collapse_kernel(
+    alpha,  # [alphas] or None
+    bias,  # [COLUMNS] or None
+    norm_weight,  # [D]
+    streams_out,  # [M, N, D]
+    x,  # [M, D]
+    post_out,  # [M, N] or None
+    res_out,  # [M, N, N] or None
+    saved,
+    n_tokens,
+    eps,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEXT: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    BF16: tl.constexpr,
+    ROWS: tl.constexpr,  # tokens of a program
+    BW: tl.constexpr,  # power of two >= D
+    BM: tl.constexpr,  # tokens of a program for the maps: one for each thread
+):
+    """The maps from the products with ``phi``, and the collapse of the streams with its norm, in programs of their own."""
+    pid = tl.program_id(0)
+    maps = 0
+    if (NEXT == "sinkhorn") or (NEXT == "identity"):
+        maps = tl.cdiv(n_tokens, BM)
+        if pid < maps:
+            maps_tile(
+                wide(pid), alpha, bias, post_out, res_out, saved, n_tokens,
+                N, COLUMNS, NEXT, ITERATIONS, BF16, BM,
+            )  # fmt: skip
+    if pid >= maps:
+        # The last tokens first: they are what L2 still holds of the streams that were just written.
+        collapse_tile(
+            wide(tl.num_programs(0)) - 1 - pid, alpha, bias, norm_weight, streams_out, x, saved,
+            n_tokens, eps, D, N, COLUMNS, NEXT, BF16, ROWS, BW,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -344,20 +565,25 @@ def scratch_places(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SMALL: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BM: tl.constexpr,
 ):
-    """Where Q, the norm's mean, the RMS's part, d_pre, and the sums for phi, post, res and the Sinkhorn scalings begin."""
+    """
+    Where the sums for phi, the norm's mean, the RMS's part, the programs' sums, those of the maps' programs, the sums for
+    post and res, and the Sinkhorn scalings begin; Q is first.
+    """
     m = wide(n_tokens)
-    q = scratch + n_programs * (D + SMALL)
-    mean = q + m * COLUMNS
+    maps = scratch + m * COLUMNS
+    mean = maps + wide(n_splits) * (N * D * COLUMNS)
     pull = mean + m
-    d_pre = pull + m
-    maps = d_pre + m * N
-    posts = maps + wide(n_splits) * (N * D * COLUMNS)
+    sums = pull + 2 * m
+    map_sums = sums + wide(n_programs) * (D + N + 1)
+    posts = map_sums
+    if COLUMNS > N:
+        posts += tl.cdiv(m, BM) * (COLUMNS - N + 2)
     mixes = posts + m * (CHUNKS * N)
     scalings = mixes + m * (CHUNKS * N * N)
-    return q, mean, pull, d_pre, maps, posts, mixes, scalings
+    return maps, mean, pull, sums, map_sums, posts, mixes, scalings
 
 
 @triton.jit
@@ -365,39 +591,255 @@ def sinkhorn_backward(
     d_res,
     logits,
     scalings,
-    tok_in_tile,
+    stride,
+    mask,
+    BM: tl.constexpr,
     ITERATIONS: tl.constexpr,
-    BT: tl.constexpr,
     N: tl.constexpr,
     BF16: tl.constexpr,
 ):
     """
-    The gradient of the logits from that of H_res, through every iteration. After iteration t the matrix is
-    ``u_t E v_t`` with E that of the first: the row scalings u_t are kept, everything else is computed again.
-    In the log domain a normalisation is ``m - logsumexp(m)``; its backward takes ``P sum(d)`` off ``d``, with P the
-    normalised matrix.
+    The gradient of the logits from that of H_res, through every iteration, as tuples of a vector over tokens for each
+    entry. After iteration t the matrix is ``u_t E v_t`` with E that of the first: the row scalings u_t are kept at
+    ``scalings``, everything else is computed again. In the log domain a normalisation is ``m - logsumexp(m)``; its backward
+    takes ``P sum(d)`` off ``d``, with P the normalised matrix. The loops are not unrolled: Triton took four minutes for that.
     """
-    i = tl.arange(0, N)
-    at = scalings + tok_in_tile[:, None] * N + i[None, :]
-    p_first, e = sinkhorn_start(logits)
-    u = tl.full([BT, N], 1.0, tl.float32)
-    v = tl.full([BT, N], 1.0, tl.float32)
+    p, e = normalize_first(logits, N)
+    u = ()
+    v = ()
+    for _ in tl.static_range(N):
+        u += (tl.full([BM], 1.0, tl.float32),)
+        v += (tl.full([BM], 1.0, tl.float32),)
     for t in tl.range(1, ITERATIONS):
-        tl.store(at + (t - 1) * (BT * N), u)
-        v = reciprocal(tl.sum(u[:, :, None] * e, axis=1), BF16)
-        u = reciprocal(tl.sum(e * v[:, None, :], axis=2), BF16)
+        for k in tl.static_range(N):
+            tl.store(scalings + ((t - 1) * N + k) * stride, u[k], mask=mask)
+        v, u = normalize_rows(e, u, N, BF16)
+    # From here on threads may read what others of the program have written.
     tl.debug_barrier()
-    d = d_res * (u[:, :, None] * e * v[:, None, :])
+    d = ()
+    for entry in tl.static_range(N * N):
+        d += (d_res[entry] * (u[entry // N] * e[entry] * v[entry % N]),)
     for back in tl.range(1, ITERATIONS):
-        before = tl.load(at + (ITERATIONS - 1 - back) * (BT * N))
-        v = reciprocal(tl.sum(before[:, :, None] * e, axis=1), BF16)
-        ev = e * v[:, None, :]
-        d -= ev * (u * tl.sum(d, axis=2))[:, :, None]
-        d -= before[:, :, None] * (ev * tl.sum(d, axis=1)[:, None, :])
+        before = ()
+        for k in tl.static_range(N):
+            at = scalings + ((ITERATIONS - 1 - back) * N + k) * stride
+            before += (tl.load(at, mask=mask, other=1.0),)
+        columns = ()
+        for c in tl.static_range(N):
+            total = before[0] * e[c]
+            for k in tl.static_range(1, N):
+                total += before[k] * e[k * N + c]
+            columns += (reciprocal(total, BF16),)
+        ev = ()
+        for entry in tl.static_range(N * N):
+            ev += (e[entry] * columns[entry % N],)
+        d = take_off_rows(d, ev, u, N)
+        d = take_off_columns(d, ev, before, N)
         u = before
-    d -= e * tl.sum(d, axis=2)[:, :, None]
-    d -= p_first * tl.sum(d, axis=1)[:, None, :]
-    return d
+    ones = ()
+    for _ in tl.static_range(N):
+        ones += (1.0,)
+    d = take_off_rows(d, e, ones, N)
+    return take_off_columns(d, p, ones, N)
+
+
+@triton.jit
+def take_off_rows(d, m, u, N: tl.constexpr):
+    """``d - u m sum(d)``, the sum over each row."""
+    out = ()
+    for k in tl.static_range(N):
+        total = d[k * N]
+        for c in tl.static_range(1, N):
+            total += d[k * N + c]
+        total *= u[k]
+        for c in tl.static_range(N):
+            out += (d[k * N + c] - m[k * N + c] * total,)
+    return out
+
+
+@triton.jit
+def take_off_columns(d, m, u, N: tl.constexpr):
+    """``d - u m sum(d)``, the sum over each column and ``u`` that of the row."""
+    totals = ()
+    for c in tl.static_range(N):
+        total = d[c]
+        for k in tl.static_range(1, N):
+            total += d[k * N + c]
+        totals += (total,)
+    out = ()
+    for entry in tl.static_range(N * N):
+        out += (d[entry] - (u[entry // N] * m[entry]) * totals[entry % N],)
+    return out
+
+
+@triton.jit
+def sum_pairs(a, b, N: tl.constexpr, BW: tl.constexpr):
+    """The sums of ``N`` vectors and of ``N`` others, each ``[N]``, in one reduction, since each costs barriers."""
+    a = tl.reshape(join_streams(a, N, 1, BW), [BW, N])
+    b = tl.reshape(join_streams(b, N, 1, BW), [BW, N])
+    return tl.split(tl.sum(tl.join(a, b), axis=0))
+
+
+@triton.jit
+def rows_backward(
+    program,
+    streams_out,
+    alpha,
+    norm_weight,
+    saved,
+    d_x,
+    q,
+    mean_at,
+    pull_at,
+    sums_at,
+    n_tokens,
+    n_programs,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    NEXT: tl.constexpr,
+    BF16: tl.constexpr,
+    BW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Back through the norm, the collapse and its gates: every ``n_programs``-th token from ``program`` on."""
+    rstd_at = saved + wide(n_tokens) * COLUMNS
+    gates_at = rstd_at + 2 * wide(n_tokens)
+    i = tl.arange(0, N)
+    dw = tl.arange(0, BW)
+    mask = dw < D
+    gain = tl.load(norm_weight + dw, mask=mask, other=0.0).to(tl.float32)
+    d_gain = tl.zeros([BW], tl.float32)
+    d_bias = tl.zeros([N], tl.float32)
+    d_alpha = tl.zeros([N], tl.float32)
+    for tok in tl.range(program, n_tokens, n_programs, num_stages=STAGES):
+        t = wide(tok)
+        g = tl.load(d_x + t * D + dw, mask=mask, other=0.0)
+        given = ()
+        if PREVIOUS == "first":
+            given += (tl.load(streams_out + t * D + dw, mask=mask, other=0.0),)
+        else:
+            for k in tl.static_range(N):
+                at = streams_out + t * (N * D) + (k * D + dw)
+                given += (tl.load(at, mask=mask, other=0.0),)
+        rstd_h = tl.load(rstd_at + n_tokens + t)
+        h = tl.zeros([BW], tl.float32)
+        s = ()
+        for k in tl.static_range(N):
+            if (PREVIOUS != "first") or (k == 0):
+                s += (widen(given[k], BF16),)
+            if NEXT == "sum":
+                h += s[0 if PREVIOUS == "first" else k]
+            else:
+                h += tl.load(gates_at + t * N + k) * s[0 if PREVIOUS == "first" else k]
+        g = widen(g, BF16)
+        d_gain += g * (h * rstd_h)
+        g *= gain
+        if NEXT == "sum":
+            mean = tl.sum(g * h, axis=0) * (rstd_h / D)
+        else:
+            gates = tl.load(gates_at + t * N + i)
+            if (PREVIOUS == "first") or (N == 1):
+                # The norm undoes what the gates do to a single stream but for eps: what is left must not be lost.
+                mean = tl.sum(g * h, axis=0) * (rstd_h / D)
+                dh = g - h * (mean * rstd_h)
+                dl = rstd_h * tl.sum(s[0] * dh, axis=0)
+            else:
+                # The norm's mean follows from the streams' products with g: all sums at once, none waits for another.
+                of_g = ()
+                of_h = ()
+                for k in tl.static_range(N):
+                    of_g += (s[k] * g,)
+                    of_h += (s[k] * h,)
+                of_g, of_h = sum_pairs(of_g, of_h, N, BW)
+                mean = tl.sum(gates * of_g, axis=0) * (rstd_h / D)
+                dl = rstd_h * (of_g - of_h * (mean * rstd_h))
+            dl = dl * gates * (1.0 - gates)
+            rstd = tl.load(rstd_at + t)
+            z = tl.load(saved + t * COLUMNS + i) * rstd
+            scale = tl.load(alpha).to(tl.float32)
+            d_bias += dl
+            d_alpha += dl * z
+            tl.store(q + t * COLUMNS + i, scale * dl * rstd)
+            inner = scale * tl.sum(dl * z, axis=0)
+            tl.store(pull_at + t, inner * rstd * rstd / (N * D))
+        tl.store(mean_at + t, mean * rstd_h * rstd_h)
+    out = sums_at + wide(program) * (D + N + 1)
+    tl.store(out + dw, d_gain, mask=mask)
+    if NEXT != "sum":
+        tl.store(out + D + i, d_bias)
+        tl.store(out + D + N, tl.sum(d_alpha, axis=0))
+
+
+@triton.jit
+def maps_backward(
+    tile,
+    alpha,
+    bias,
+    saved,
+    d_post_out,
+    d_res_out,
+    q,
+    pull_at,
+    sums_at,
+    scalings,
+    n_tokens,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEXT: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    BF16: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Back through ``post`` and ``res`` of ``BM`` tokens, one for each thread."""
+    rstd_at = saved + wide(n_tokens) * COLUMNS
+    tok = tile * BM + tl.arange(0, BM)
+    mask = tok < n_tokens
+    sums = sums_at + tile * (COLUMNS - N + 2)
+    rstd = tl.load(rstd_at + tok, mask=mask, other=0.0)
+    inner = tl.zeros([BM], tl.float32)
+    d_alpha = tl.zeros([BM], tl.float32)
+    scale = tl.load(alpha + 1).to(tl.float32)
+    for k in tl.static_range(N):
+        dl = tl.zeros([BM], tl.float32)
+        if d_post_out is not None:
+            z = tl.load(saved + tok * COLUMNS + (N + k), mask=mask, other=0.0) * rstd
+            gate = tl.sigmoid(scale * z + tl.load(bias + N + k).to(tl.float32))
+            dl = tl.load(d_post_out + tok * N + k, mask=mask, other=0.0)
+            dl *= 2.0 * gate * (1.0 - gate)
+            d_alpha += dl * z
+        tl.store(q + tok * COLUMNS + (N + k), scale * dl * rstd, mask=mask)
+        tl.store(sums + k, tl.sum(dl, axis=0))
+    inner += scale * d_alpha
+    tl.store(sums + COLUMNS - N, tl.sum(d_alpha, axis=0))
+    if NEXT == "sinkhorn":
+        scale = tl.load(alpha + 2).to(tl.float32)
+        d_alpha = tl.zeros([BM], tl.float32)
+        if d_res_out is not None:
+            d = load_vectors(d_res_out + tok * (N * N), mask, N * N)
+            logits = ()
+            for entry in tl.static_range(N * N):
+                z = tl.load(saved + tok * COLUMNS + (2 * N + entry), mask=mask, other=0.0)
+                logits += (scale * (z * rstd) + tl.load(bias + 2 * N + entry).to(tl.float32),)
+            d = sinkhorn_backward(
+                d, logits, scalings + tok, wide(n_tokens), mask, BM, ITERATIONS, N, BF16
+            )
+            for entry in tl.static_range(N * N):
+                # Loaded once more: there are not registers for everything at once.
+                z = tl.load(saved + tok * COLUMNS + (2 * N + entry), mask=mask, other=0.0)
+                d_alpha += d[entry] * (z * rstd)
+                at = q + tok * COLUMNS + (2 * N + entry)
+                tl.store(at, scale * d[entry] * rstd, mask=mask)
+                tl.store(sums + N + entry, tl.sum(d[entry], axis=0))
+        else:
+            for entry in tl.static_range(N * N):
+                tl.store(q + tok * COLUMNS + (2 * N + entry), 0.0, mask=mask)
+                tl.store(sums + N + entry, 0.0)
+        inner += scale * d_alpha
+        tl.store(sums + COLUMNS - N + 1, tl.sum(d_alpha, axis=0))
+    tl.store(pull_at + n_tokens + tok, inner * rstd * rstd / (N * D), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits"])
@@ -417,149 +859,37 @@ def rows_backward_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SMALL: tl.constexpr,
     CHUNKS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     NEXT: tl.constexpr,
     ITERATIONS: tl.constexpr,
     BF16: tl.constexpr,
-    BT: tl.constexpr,
-    ROWS: tl.constexpr,
     BW: tl.constexpr,
+    BM: tl.constexpr,  # tokens of a program for the maps: one for each thread
+    STAGES: tl.constexpr,
 ):
     """
-    Back through the norm, the collapse and the maps. A fixed number of programs, each with a fixed set of tokens: the
-    sums over tokens stay in registers and are written once, in an order that never changes.
+    Back through the maps, with programs of their own, and through the norm, the collapse and its gates: a fixed number of
+    programs, each with a fixed set of tokens, so that the sums over tokens stay in registers and are written once, in an
+    order that never changes.
     """
     pid = tl.program_id(0)
-    q, mean_at, pull_at, d_pre_at, _, _, _, scalings = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, SMALL, CHUNKS
+    _, mean_at, pull_at, sums_at, map_sums_at, _, _, scalings = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
     )
-    rstd_at = saved + wide(n_tokens) * COLUMNS
-    gates_at = rstd_at + 2 * wide(n_tokens)
-    scalings += wide(pid) * (ITERATIONS * BT * N)
-    i = tl.arange(0, N)
-    entry = i[:, None] * N + i[None, :]
-    dw = tl.arange(0, BW)
-    mask_w = dw < D
-    gain = tl.load(norm_weight + dw, mask=mask_w, other=0.0).to(tl.float32)[None, :]
-    d_gain = tl.zeros([ROWS, BW], tl.float32)
-    d_bias_pre = tl.zeros([BT, N], tl.float32)
-    d_bias_post = tl.zeros([BT, N], tl.float32)
-    d_bias_res = tl.zeros([BT, N, N], tl.float32)
-    d_alpha_pre = tl.zeros([BT, N], tl.float32)
-    d_alpha_post = tl.zeros([BT, N], tl.float32)
-    d_alpha_res = tl.zeros([BT, N, N], tl.float32)
-    for tile in tl.range(pid, tl.cdiv(n_tokens, BT), n_programs):
-        first = wide(tile) * BT
-        for sub in tl.range(0, BT, ROWS):
-            r = sub + tl.arange(0, ROWS)
-            mask_r = r < n_tokens - first
-            if D == BW:
-                mask = mask_r[:, None]
-            else:
-                mask = mask_r[:, None] & mask_w[None, :]
-            at = r[:, None] * D + dw[None, :]
-            g = widen(tl.load(d_x + first * D + at, mask=mask, other=0.0), BF16)
-            rstd_h = tl.load(rstd_at + n_tokens + first + r, mask=mask_r, other=0.0)[:, None]
-            if PREVIOUS == "first":
-                s = (tl.load(streams_out + first * D + at, mask=mask, other=0.0),)
-            else:
-                s = load_each(
-                    streams_out + first * (N * D), r[:, None] * (N * D) + dw[None, :], mask, N, D
-                )
-            h = tl.zeros([ROWS, BW], tl.float32)
-            if NEXT != "sum":
-                gates = load_scalars(gates_at + first * N + r * N, mask_r, N)
-            for k in tl.static_range(N):
-                if NEXT == "sum":
-                    h += widen(s[0 if PREVIOUS == "first" else k], BF16)
-                else:
-                    h += gates[k] * widen(s[0 if PREVIOUS == "first" else k], BF16)
-            h *= rstd_h
-            d_gain += g * h
-            g *= gain
-            mean = tl.sum(g * h, axis=1)[:, None] / D
-            tl.store(mean_at + first + r[:, None], mean * rstd_h * rstd_h, mask=mask_r[:, None])
-            if NEXT != "sum":
-                dh = (g - h * mean) * rstd_h
-                for_gates = ()
-                for k in tl.static_range(N):
-                    for_gates += (widen(s[0 if PREVIOUS == "first" else k], BF16) * dh,)
-                sums = sum_streams(for_gates, N, ROWS, BW)
-                tl.store(
-                    d_pre_at + first * N + (r[:, None] * N + i[None, :]),
-                    sums,
-                    mask=mask_r[:, None],
-                )
-
-        if NEXT != "sum":
-            # From here on threads read what others of the program have written.
-            tl.debug_barrier()
-            tok = first + tl.arange(0, BT)
-            mask_t = tok < n_tokens
-            mask_n = mask_t[:, None]
-            rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
-            at = tok[:, None] * COLUMNS + i[None, :]
-            z = tl.load(saved + at, mask=mask_n, other=0.0) * rstd[:, None]
-            scale = tl.load(alpha).to(tl.float32)
-            gate = tl.load(gates_at + tok[:, None] * N + i[None, :], mask=mask_n, other=0.0)
-            dl = tl.load(d_pre_at + tok[:, None] * N + i[None, :], mask=mask_n, other=0.0)
-            dl *= gate * (1.0 - gate)
-            d_bias_pre += dl
-            d_alpha_pre += dl * z
-            tl.store(q + at, scale * dl * rstd[:, None], mask=mask_n)
-            inner = scale * tl.sum(dl * z, axis=1)
-            if NEXT != "gate":
-                scale = tl.load(alpha + 1).to(tl.float32)
-                if d_post_out is not None:
-                    z = tl.load(saved + at + N, mask=mask_n, other=0.0) * rstd[:, None]
-                    gate = tl.sigmoid(scale * z + tl.load(bias + N + i).to(tl.float32)[None, :])
-                    dl = tl.load(d_post_out + tok[:, None] * N + i[None, :], mask=mask_n, other=0.0)
-                    dl *= 2.0 * gate * (1.0 - gate)
-                    d_bias_post += dl
-                    d_alpha_post += dl * z
-                    tl.store(q + at + N, scale * dl * rstd[:, None], mask=mask_n)
-                    inner += scale * tl.sum(dl * z, axis=1)
-                else:
-                    tl.store(q + at + N, tl.zeros([BT, N], tl.float32), mask=mask_n)
-            if NEXT == "sinkhorn":
-                mask_m = mask_t[:, None, None]
-                at = tok[:, None, None] * COLUMNS + (2 * N + entry)[None, :, :]
-                scale = tl.load(alpha + 2).to(tl.float32)
-                if d_res_out is not None:
-                    z = tl.load(saved + at, mask=mask_m, other=0.0) * rstd[:, None, None]
-                    b = tl.load(bias + 2 * N + entry).to(tl.float32)[None, :, :]
-                    d_res = tl.load(
-                        d_res_out + tok[:, None, None] * (N * N) + entry[None, :, :],
-                        mask=mask_m,
-                        other=0.0,
-                    )
-                    dm = sinkhorn_backward(
-                        d_res, scale * z + b, scalings, tl.arange(0, BT), ITERATIONS, BT, N, BF16
-                    )
-                    d_bias_res += dm
-                    d_alpha_res += dm * z
-                    tl.store(q + at, scale * dm * rstd[:, None, None], mask=mask_m)
-                    inner += scale * tl.sum(tl.sum(dm * z, axis=2), axis=1)
-                else:
-                    tl.store(q + at, tl.zeros([BT, N, N], tl.float32), mask=mask_m)
-            tl.store(pull_at + tok, inner * rstd * rstd / (N * D), mask=mask_t)
-            # The next tile overwrites the scalings.
-            tl.debug_barrier()
-
-    out = scratch + wide(pid) * (D + SMALL)
-    tl.store(out + dw, tl.sum(d_gain, axis=0), mask=mask_w)
-    out += D
-    if NEXT != "sum":
-        tl.store(out + i, tl.sum(d_bias_pre, axis=0))
-        tl.store(out + COLUMNS, tl.sum(tl.sum(d_alpha_pre, axis=1), axis=0))
+    maps = 0
     if (NEXT == "sinkhorn") or (NEXT == "identity"):
-        tl.store(out + N + i, tl.sum(d_bias_post, axis=0))
-        tl.store(out + COLUMNS + 1, tl.sum(tl.sum(d_alpha_post, axis=1), axis=0))
-    if NEXT == "sinkhorn":
-        tl.store(out + 2 * N + entry, tl.sum(d_bias_res, axis=0))
-        tl.store(out + COLUMNS + 2, tl.sum(tl.sum(tl.sum(d_alpha_res, axis=2), axis=1), axis=0))
+        maps = tl.cdiv(n_tokens, BM)
+        if pid < maps:
+            maps_backward(
+                wide(pid), alpha, bias, saved, d_post_out, d_res_out, scratch, pull_at,
+                map_sums_at, scalings, n_tokens, D, N, COLUMNS, NEXT, ITERATIONS, BF16, BM,
+            )  # fmt: skip
+    if pid >= maps:
+        rows_backward(
+            pid - maps, streams_out, alpha, norm_weight, saved, d_x, scratch, mean_at, pull_at,
+            sums_at, n_tokens, n_programs, D, N, COLUMNS, PREVIOUS, NEXT, BF16, BW, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits", "tokens_per_split"])
@@ -584,7 +914,6 @@ def boundary_backward_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SMALL: tl.constexpr,
     CHUNKS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     NEXT: tl.constexpr,
@@ -592,6 +921,7 @@ def boundary_backward_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
+    BM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """
@@ -600,8 +930,9 @@ def boundary_backward_kernel(
     """
     chunk = tl.program_id(0)
     split = tl.program_id(1).to(tl.int64)
-    q_at, mean_at, pull_at, _, maps, d_posts, d_mixes, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, SMALL, CHUNKS
+    q_at = scratch
+    maps, mean_at, pull_at, _, _, d_posts, d_mixes, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
     )
     d_posts += wide(chunk) * n_tokens * N
     d_mixes += wide(chunk) * n_tokens * (N * N)
@@ -649,6 +980,8 @@ def boundary_backward_kernel(
         if NEXT != "sum":
             gates = load_scalars(gates_at + block * N + r * N, mask_t, N)
             pull = tl.load(pull_at + block + r, mask=mask_t, other=0.0)[:, None]
+            if NEXT != "gate":
+                pull += tl.load(pull_at + n_tokens + block + r, mask=mask_t, other=0.0)[:, None]
             q = tl.load(
                 q_at + block * COLUMNS + (r[:, None] * COLUMNS + c[None, :]),
                 mask=mask_t[:, None] & mask_c[None, :],
@@ -659,9 +992,9 @@ def boundary_backward_kernel(
                 # BF16 gradients: TF32's rounding of their smaller part is far below theirs. For the sum over tokens the
                 # streams are exact in BF16 and two terms hold Q to 2^-17.
                 parts = tl.dot(q, w, input_precision="tf32")
-                high = q.to(tl.bfloat16)
+                high = narrow(q, tl.bfloat16, BF16)
                 d_maps = tl.dot(tl.trans(high), joined, d_maps)
-                low = (q - high.to(tl.float32)).to(tl.bfloat16)
+                low = narrow(q - widen(high, BF16), tl.bfloat16, BF16)
                 d_maps = tl.dot(tl.trans(low), joined, d_maps)
             else:
                 parts = tl.dot(q, w, input_precision="tf32x3")
@@ -736,6 +1069,251 @@ def boundary_backward_kernel(
         tl.store(maps + split * (N * D * COLUMNS) + w_at, d_maps, mask=mask_w)
 
 
+@triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits"])
+def streams_backward_kernel(
+    streams,  # [M, N, D] or None: the first boundary
+    y,  # [M, D]
+    post,  # [M, N] or None
+    res,  # [M, N, N] or None
+    streams_out,  # [M, N, D]
+    phi,
+    norm_weight,
+    saved,
+    d_streams_out,  # [M, N, D] or None: not used
+    d_x,  # [M, D]
+    d_y,  # [M, D]
+    d_streams,  # [M, N, D] or None
+    d_post,  # [M, N] or None
+    d_res,  # [M, N, N] or None
+    scratch,
+    n_tokens,
+    n_programs,
+    n_splits,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    NEXT: tl.constexpr,
+    BF16: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradients of the streams, of ``y``, of ``post`` and of ``res``: one tile of tokens for each program."""
+    _, mean_at, pull_at, _, _, _, _, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
+    )
+    # The last tokens first: they are what L2 still holds of the streams, which the kernel before read.
+    first = (wide(tl.num_programs(0)) - 1 - tl.program_id(0)) * BT
+    # Places in a tile, in 32 bits; where the tile begins is one number for the whole program.
+    r = tl.arange(0, BT)
+    mask_t = r < n_tokens - first
+    c = tl.arange(0, BN)
+    mask_c = c < COLUMNS
+    inner = tl.arange(0, BD * N)
+    rstd_h_at = saved + wide(n_tokens) * (COLUMNS + 1)
+    gates_at = rstd_h_at + n_tokens
+    rstd_h = tl.load(rstd_h_at + first + r, mask=mask_t, other=0.0)[:, None]
+    mean = tl.load(mean_at + first + r, mask=mask_t, other=0.0)[:, None]
+    if NEXT != "sum":
+        gates = load_scalars(gates_at + first * N + r * N, mask_t, N)
+        pull = tl.load(pull_at + first + r, mask=mask_t, other=0.0)[:, None]
+        if NEXT != "gate":
+            pull += tl.load(pull_at + n_tokens + first + r, mask=mask_t, other=0.0)[:, None]
+        q = tl.load(
+            scratch + first * COLUMNS + (r[:, None] * COLUMNS + c[None, :]),
+            mask=mask_t[:, None] & mask_c[None, :],
+            other=0.0,
+        )
+    # Sums over the columns that a thread has of a row; over threads only after the loop.
+    PART: tl.constexpr = 16 // (y.dtype.element_ty.primitive_bitwidth // 8)
+    of_posts = ()
+    of_mixes = ()
+    if PREVIOUS != "first":
+        posts = load_scalars(post + first * N + r * N, mask_t, N)
+        for _ in tl.static_range(N):
+            of_posts += (tl.zeros([BT, BD // PART], tl.float32),)
+    if PREVIOUS == "sinkhorn":
+        mixes = load_scalars(res + first * (N * N) + r * (N * N), mask_t, N * N)
+        for _ in tl.static_range(N * N):
+            of_mixes += (tl.zeros([BT, BD // PART], tl.float32),)
+
+    y_rows = y + first * D
+    g_rows = d_x + first * D
+    dy_rows = d_y + first * D
+    new_rows = streams_out + first * (N * D)
+    if PREVIOUS != "first":
+        old_rows = streams + first * (N * D)
+        d_old_rows = d_streams + first * (N * D)
+    if d_streams_out is not None:
+        given_rows = d_streams_out + first * (N * D)
+    for start in tl.range(0, D, BD, num_stages=STAGES):
+        dd = start + tl.arange(0, BD)
+        mask_d = dd < D
+        if D % BD == 0:
+            mask = mask_t[:, None]
+        else:
+            mask = mask_t[:, None] & mask_d[None, :]
+        in_row = r[:, None] * D + dd[None, :]
+        in_streams = r[:, None] * (N * D) + dd[None, :]
+        g = tl.load(g_rows + in_row, mask=mask, other=0.0, eviction_policy="evict_first")
+        v = tl.load(y_rows + in_row, mask=mask, other=0.0, eviction_policy="evict_first")
+        new = ()
+        for k in tl.static_range(N):
+            if PREVIOUS == "first":
+                new += (v,)
+            else:
+                # The kernel for phi reads these once more.
+                new += (tl.load(new_rows + (in_streams + k * D), mask=mask, other=0.0),)
+        if PREVIOUS != "first":
+            old = load_each(old_rows, in_streams, mask, N, D)
+        if d_streams_out is not None:
+            given = load_each(given_rows, in_streams, mask, N, D)
+        gain = tl.load(norm_weight + dd, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+        if NEXT != "sum":
+            # Rows of phi, the stream faster, as columns: [BN, BD * N].
+            column = start + inner // N
+            w_at = ((inner % N) * D + column)[None, :] * COLUMNS + c[:, None]
+            if D % BD == 0:
+                mask_w = mask_c[:, None]
+            else:
+                mask_w = (column < D)[None, :] & mask_c[:, None]
+            w = tl.load(phi + w_at, mask=mask_w, other=0.0).to(tl.float32)
+            if BF16:
+                # BF16 gradients: TF32's rounding of their smaller part is far below theirs.
+                parts = tl.dot(q, w, input_precision="tf32")
+            else:
+                parts = tl.dot(q, w, input_precision="tf32x3")
+            parts = split_streams(parts, N, BT, BD)
+
+        h = tl.zeros([BT, BD], tl.float32)
+        for k in tl.static_range(N):
+            if NEXT == "sum":
+                h += widen(new[k], BF16)
+            else:
+                h += gates[k] * widen(new[k], BF16)
+        dh = widen(g, BF16) * (gain * rstd_h) - h * mean
+        v = widen(v, BF16)
+        dv = tl.zeros([BT, BD], tl.float32)
+        d_new = ()
+        sums = ()
+        for k in tl.static_range(N):
+            if NEXT == "sum":
+                d = dh
+            else:
+                d = gates[k] * dh - pull * widen(new[k], BF16) + parts[k]
+            if d_streams_out is not None:
+                d += widen(given[k], BF16)
+            if PREVIOUS == "first":
+                dv += d
+            else:
+                dv += posts[k] * d
+                sums += (of_posts[k] + sum_columns(d * v, BT, BD, PART),)
+            if PREVIOUS == "identity":
+                at = d_old_rows + (in_streams + k * D)
+                tl.store(at, narrow(d, y.dtype.element_ty, BF16), mask=mask)
+            d_new += (d,)
+        of_posts = sums
+        dv = narrow(dv, y.dtype.element_ty, BF16)
+        tl.store(dy_rows + in_row, dv, mask=mask)
+        if PREVIOUS == "sinkhorn":
+            sums = ()
+            for j in tl.static_range(N):
+                before = widen(old[j], BF16)
+                d_old = mixes[j] * d_new[0]
+                for k in tl.static_range(1, N):
+                    d_old += mixes[k * N + j] * d_new[k]
+                for k in tl.static_range(N):
+                    part = sum_columns(d_new[k] * before, BT, BD, PART)
+                    sums += (of_mixes[j * N + k] + part,)
+                at = d_old_rows + (in_streams + j * D)
+                tl.store(at, narrow(d_old, y.dtype.element_ty, BF16), mask=mask)
+            of_mixes = sums
+
+    if PREVIOUS != "first":
+        for k in tl.static_range(N):
+            tl.store(d_post + first * N + (r * N + k), tl.sum(of_posts[k], axis=1), mask=mask_t)
+    if PREVIOUS == "sinkhorn":
+        for j in tl.static_range(N):
+            for k in tl.static_range(N):
+                at = d_res + first * (N * N) + (r * (N * N) + (k * N + j))
+                tl.store(at, tl.sum(of_mixes[j * N + k], axis=1), mask=mask_t)
+
+
+@triton.jit
+def sum_columns(tile, BT: tl.constexpr, BD: tl.constexpr, PART: tl.constexpr):
+    """Sums over ``PART`` neighbouring columns, those of one load and so of one thread: ``[BT, BD / PART]``."""
+    return tl.sum(tl.reshape(tile, [BT, BD // PART, PART]), axis=2)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits", "tokens_per_split"])
+def phi_backward_kernel(
+    streams_out,  # [M, N, D]; at the first boundary y, [M, D]
+    scratch,
+    n_tokens,
+    n_programs,
+    n_splits,
+    tokens_per_split,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PREVIOUS: tl.constexpr,
+    BF16: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``X^T Q``: one chunk of the width of one stream and one split of the tokens for each program."""
+    SLICES: tl.constexpr = (D + BD - 1) // BD
+    stream = tl.program_id(0) // SLICES
+    split = tl.program_id(1).to(tl.int64)
+    maps, _, _, _, _, _, _, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
+    )
+    dd = (tl.program_id(0) % SLICES) * BD + tl.arange(0, BD)
+    mask_d = dd < D
+    c = tl.arange(0, BN)
+    mask_c = c < COLUMNS
+    start = split * tokens_per_split
+    end = tl.minimum(start + tokens_per_split, n_tokens)
+    r = tl.arange(0, BT)
+    WIDTH: tl.constexpr = D if PREVIOUS == "first" else N * D
+    rows = streams_out
+    if PREVIOUS != "first":
+        rows += stream * D
+    in_rows = r[:, None] * WIDTH + dd[None, :]
+    d_maps = tl.zeros([BD, BN], tl.float32)
+    for block in tl.range(start, end, BT, num_stages=STAGES):
+        mask_t = (r < end - block)[:, None]
+        if D % BD == 0:
+            mask = mask_t
+        else:
+            mask = mask_t & mask_d[None, :]
+        tile = tl.load(rows + block * WIDTH + in_rows, mask=mask, other=0.0)
+        q = tl.load(
+            scratch + block * COLUMNS + (r[:, None] * COLUMNS + c[None, :]),
+            mask=mask_t & mask_c[None, :],
+            other=0.0,
+        )
+        if BF16:
+            # The streams are exact in BF16, and two terms hold Q to 2^-17.
+            high = narrow(q, tl.bfloat16, BF16)
+            low = narrow(q - widen(high, BF16), tl.bfloat16, BF16)
+            d_maps = tl.dot(tl.trans(tile), high, d_maps)
+            d_maps = tl.dot(tl.trans(tile), low, d_maps)
+        else:
+            d_maps = tl.dot(tl.trans(tile).to(tl.float32), q, d_maps, input_precision="tf32x3")
+    at = (stream * D + dd)[:, None] * COLUMNS + c[None, :]
+    mask = mask_d[:, None] & mask_c[None, :]
+    tl.store(maps + split * (N * D * COLUMNS) + at, d_maps, mask=mask)
+
+
 @triton.jit
 def sum_parts(parts, out, block, n_elements, n_parts, stride, BLOCK: tl.constexpr):
     at = wide(block) * BLOCK + tl.arange(0, BLOCK)
@@ -745,6 +1323,20 @@ def sum_parts(parts, out, block, n_elements, n_parts, stride, BLOCK: tl.constexp
     for part in tl.range(0, n_parts, loop_unroll_factor=8):
         acc += tl.load(parts + part * stride + at, mask=mask, other=0.0)
     tl.store(out + at, acc, mask=mask)
+
+
+@triton.jit
+def sum_rows(rows, s, n_rows, COUNT, STRIDE: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr):
+    """The sums of ``COUNT`` columns over all rows, in blocks of ``BP``."""
+    acc = tl.zeros([BP, BS], tl.float32)
+    for start in range(0, n_rows, BP):
+        p = start + tl.arange(0, BP)
+        acc += tl.load(
+            rows + p[:, None] * STRIDE + s[None, :],
+            mask=(p < n_rows)[:, None] & (s < COUNT)[None, :],
+            other=0.0,
+        )
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits"])
@@ -759,39 +1351,42 @@ def finish_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SMALL: tl.constexpr,
     CHUNKS: tl.constexpr,
+    NEXT: tl.constexpr,
+    BM: tl.constexpr,
     BLOCK: tl.constexpr,
     BP: tl.constexpr,
     BS: tl.constexpr,
 ):
     """Sum what programs, splits and chunks left, in a fixed order: first the programs' part of the grid, and so on."""
-    _, _, _, _, maps, posts, mixes, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, SMALL, CHUNKS
+    maps, _, _, sums, map_sums, posts, mixes, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
     )
     pid = tl.program_id(0)
-    ROW_BLOCKS: tl.constexpr = (D + SMALL + BS - 1) // BS
+    # Sums of the programs for rows, of those for the maps, and of the splits; out: gain, bias, alpha.
+    OWN: tl.constexpr = D if NEXT == "sum" else D + N + 1
+    OTHER: tl.constexpr = COLUMNS - N + (1 if NEXT == "identity" else 2)
+    OTHERS: tl.constexpr = 1 if ((NEXT == "sinkhorn") or (NEXT == "identity")) else 0
+    ROW_BLOCKS: tl.constexpr = (OWN + BS - 1) // BS
     MAP_BLOCKS: tl.constexpr = (N * D * COLUMNS + BLOCK - 1) // BLOCK
+    out = d_parameters + N * D * COLUMNS
     if pid < ROW_BLOCKS:
         s = pid * BS + tl.arange(0, BS)
-        acc = tl.zeros([BP, BS], tl.float32)
-        for start in range(0, n_programs, BP):
-            p = start + tl.arange(0, BP)
-            acc += tl.load(
-                scratch + p[:, None] * (D + SMALL) + s[None, :],
-                mask=(p < n_programs)[:, None] & (s < D + SMALL)[None, :],
-                other=0.0,
-            )
-        tl.store(d_parameters + N * D * COLUMNS + s, tl.sum(acc, axis=0), mask=s < D + SMALL)
-    elif pid < ROW_BLOCKS + MAP_BLOCKS:
-        sum_parts(
-            maps, d_parameters, pid - ROW_BLOCKS, N * D * COLUMNS, n_splits, N * D * COLUMNS, BLOCK
-        )
+        acc = sum_rows(sums, s, n_programs, OWN, D + N + 1, BP, BS)
+        # Between the gates' bias and their alpha is the other maps' bias.
+        tl.store(out + s + tl.where(s < D + N, 0, COLUMNS - N), acc, mask=s < OWN)
+    elif pid < ROW_BLOCKS + OTHERS:
+        s = tl.arange(0, BS)
+        acc = sum_rows(map_sums, s, tl.cdiv(n_tokens, BM), OTHER, COLUMNS - N + 2, BP, BS)
+        tl.store(out + D + N + s + tl.where(s < COLUMNS - N, 0, 1), acc, mask=s < OTHER)
+    elif pid < ROW_BLOCKS + OTHERS + MAP_BLOCKS:
+        block = pid - ROW_BLOCKS - OTHERS
+        sum_parts(maps, d_parameters, block, N * D * COLUMNS, n_splits, N * D * COLUMNS, BLOCK)
     else:
-        if d_post is not None:
+        if (CHUNKS > 0) and (d_post is not None):
             n = wide(n_tokens) * N
             post_blocks = tl.cdiv(n, BLOCK)
-            block = pid - ROW_BLOCKS - MAP_BLOCKS
+            block = pid - ROW_BLOCKS - OTHERS - MAP_BLOCKS
             if block < post_blocks:
                 sum_parts(posts, d_post, block, n, CHUNKS, n, BLOCK)
             else:

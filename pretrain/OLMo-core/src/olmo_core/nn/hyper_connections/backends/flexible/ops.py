@@ -39,32 +39,49 @@ _SUM_COLUMNS = 32
 
 
 class _Sizes:
-    """Grids and scratch memory of one backward."""
+    """Grids and scratch memory at one number of tokens."""
 
     def __init__(self, plan: "_Plan", n_tokens: int):
-        o, d = plan.options, plan.d
+        o, d, launches = plan.options, plan.d, plan.launches
         n, columns = o.n_streams, o.columns
-        rows, main = plan.launches.rows, plan.launches.backward
-        self.programs = min(
-            ceil_div(n_tokens, rows.tokens), rows.programs_per_sm * plan.multiprocessors
-        )
-        self.rows_grid = (self.programs, 1, 1)
-        splits = max(1, main.programs_per_sm * plan.multiprocessors // plan.chunks)
-        splits = min(ceil_div(n_tokens, main.tokens), splits)
-        self.tokens_per_split = ceil_div(ceil_div(n_tokens, splits), main.tokens) * main.tokens
+        self.forward_grid = (ceil_div(n_tokens, launches.forward.tokens), 1, 1)
+        maps = ceil_div(n_tokens, plan.collapse_maps) if o.has_maps else 0
+        self.collapse_grid = (maps + ceil_div(n_tokens, launches.collapse.rows), 1, 1)
+
+        rows, main, phi = launches.rows, launches.backward, launches.phi
+        maps = ceil_div(n_tokens, plan.maps) if o.has_maps else 0
+        self.programs = min(n_tokens, rows.programs_per_sm * plan.multiprocessors)
+        self.rows_grid = (maps + self.programs, 1, 1)
+        self.splits = 0
+        by_split: Any
+        if main.by_chunks:
+            by_split, chunks = main, plan.chunks
+        else:
+            by_split, chunks = phi, n * ceil_div(d, phi.width)
+            self.main_grid = (ceil_div(n_tokens, main.tokens), 1, 1)
+        splits = max(1, by_split.programs_per_sm * plan.multiprocessors // chunks)
+        splits = min(ceil_div(n_tokens, by_split.tokens), splits)
+        step = by_split.tokens
+        self.tokens_per_split = ceil_div(ceil_div(n_tokens, splits), step) * step
         self.splits = ceil_div(n_tokens, self.tokens_per_split)
-        self.main_grid = (plan.chunks, self.splits, 1)
-        small = columns + o.alphas
-        per_token = columns + 2 + n + plan.chunks * (n + n * n)
+        grid = (chunks, self.splits, 1)
+        if main.by_chunks:
+            self.main_grid = grid
+        else:
+            self.phi_grid = grid
+        others = columns - n + 2 if columns > n else 0
         self.elements = (
-            self.programs * (d + small + o.iterations * rows.tokens * n)
-            + n_tokens * per_token
+            n_tokens * (columns + 3 + plan.chunks * (n + n * n) + o.iterations * n)
             + self.splits * n * d * columns
+            + self.programs * (d + n + 1)
+            + ceil_div(n_tokens, plan.maps) * others
         )
-        blocks = ceil_div(d + small, _SUM_COLUMNS) + ceil_div(n * d * columns, _SUM_BLOCK)
-        if o.previous != "first":
+        own = d if o.next == "sum" else d + n + 1
+        blocks = ceil_div(own, _SUM_COLUMNS) + int(o.has_maps)
+        blocks += ceil_div(n * d * columns, _SUM_BLOCK)
+        if main.by_chunks and o.previous != "first":
             blocks += ceil_div(n_tokens * n, _SUM_BLOCK)
-        if o.previous == "sinkhorn":
+        if main.by_chunks and o.previous == "sinkhorn":
             blocks += ceil_div(n_tokens * n * n, _SUM_BLOCK)
         self.finish_grid = (blocks, 1, 1)
 
@@ -79,10 +96,13 @@ class _Plan:
         launches = self.launches = launch_table.launches(
             architecture(device), dtype, d, o.n_streams
         )
-        forward, rows, main = launches.forward, launches.rows, launches.backward
+        forward, collapse, rows = launches.forward, launches.collapse, launches.rows
+        main, phi = launches.backward, launches.phi
         # Other dtypes take TF32x3 products.
         self.bf16 = dtype == torch.bfloat16 and _has_bf16_products(device)
-        self.chunks = ceil_div(d, main.width)
+        self.chunks = ceil_div(d, main.width) if main.by_chunks else 0
+        # The maps' programs have one token for each thread.
+        self.collapse_maps, self.maps = 32 * collapse.warps, 32 * rows.warps
         self.split_grid = (ceil_div(o.n_streams * d, _SPLIT_BLOCK), 1, 1)
         self.split_phi = Launcher(
             kernels.split_kernel, {**o.constants, "D": d, "BLOCK": _SPLIT_BLOCK}, num_warps=4
@@ -93,6 +113,7 @@ class _Plan:
             "D": d,
             "BW": next_power_of_2(d),
             "CHUNKS": self.chunks,
+            "BM": self.maps,
             "BF16": self.bf16,
         }
         self.forward = Launcher(
@@ -103,26 +124,37 @@ class _Plan:
                 "BD": forward.width,
                 "ROWS": min(forward.rows, forward.tokens),
                 "STAGES": forward.stages,
+                "FUSED": forward.fused,
             },
             num_warps=forward.warps,
             maxnreg=forward.registers,
         )
+        self.collapse = Launcher(
+            kernels.collapse_kernel,
+            {**shared, "ROWS": collapse.rows, "BM": self.collapse_maps},
+            num_warps=collapse.warps,
+        )
         self.rows = Launcher(
             kernels.rows_backward_kernel,
-            {**shared, "BT": rows.tokens, "ROWS": min(rows.rows, rows.tokens)},
+            {**shared, "STAGES": rows.stages},
             num_warps=rows.warps,
             maxnreg=rows.registers,
         )
         self.main = Launcher(
-            kernels.boundary_backward_kernel,
+            kernels.boundary_backward_kernel if main.by_chunks else kernels.streams_backward_kernel,
             {**shared, "BT": main.tokens, "BD": main.width, "STAGES": main.stages},
             num_warps=main.warps,
             maxnreg=main.registers,
         )
+        self.phi = Launcher(
+            kernels.phi_backward_kernel,
+            {**shared, "BT": phi.tokens, "BD": phi.width, "STAGES": phi.stages},
+            num_warps=phi.warps,
+        )
         self.finish = Launcher(
             kernels.finish_kernel,
-            {**shared, "BLOCK": _SUM_BLOCK, "BP": 128, "BS": _SUM_COLUMNS},
-            num_warps=4,
+            {**shared, "BLOCK": _SUM_BLOCK, "BP": 256, "BS": _SUM_COLUMNS},
+            num_warps=8,
         )
 
     def sizes(self, n_tokens: int) -> _Sizes:
@@ -183,18 +215,27 @@ def _launch_forward(
     n_tokens = y.numel() // d
     if n_tokens == 0:
         return out
+    sizes = plan.sizes(n_tokens)
     with on_device(device):
         if plan.bf16 and phi is not None:
             terms = y.new_empty(2 * phi.numel())
             plan.split_phi(plan.split_grid, (phi,), (terms,))
             phi = terms
         plan.forward(
-            (ceil_div(n_tokens, plan.launches.forward.tokens), 1, 1),
+            sizes.forward_grid,
             (streams, y, post, res, phi, alpha, bias, norm_weight),
             (streams_out, x, post_out, res_out, saved),
             n_tokens,
             eps,
         )
+        if not plan.launches.forward.fused:
+            plan.collapse(
+                sizes.collapse_grid,
+                (alpha, bias, norm_weight),
+                (streams_out, x, post_out, res_out, saved),
+                n_tokens,
+                eps,
+            )
     return out
 
 
@@ -241,17 +282,23 @@ def _launch_backward(
             sizes.programs,
             sizes.splits,
         )  # fmt: skip
-        plan.main(
-            sizes.main_grid,
-            (
-                streams, y, post, res, streams_out, phi, norm_weight, saved, d_streams_out, d_x,
-            ),
-            (d_y, d_streams, scratch),
-            n_tokens,
-            sizes.programs,
-            sizes.splits,
-            sizes.tokens_per_split,
+        given = (
+            streams, y, post, res, streams_out, phi, norm_weight, saved, d_streams_out, d_x,
         )  # fmt: skip
+        counts = (n_tokens, sizes.programs, sizes.splits)
+        if plan.launches.backward.by_chunks:
+            own = (d_y, d_streams, scratch)
+            plan.main(sizes.main_grid, given, own, *counts, sizes.tokens_per_split)
+        else:
+            plan.main(sizes.main_grid, given, (d_y, d_streams, d_post, d_res, scratch), *counts)
+            if phi is not None:
+                plan.phi(
+                    sizes.phi_grid,
+                    (y if o.previous == "first" else streams_out,),
+                    (scratch,),
+                    *counts,
+                    sizes.tokens_per_split,
+                )
         plan.finish(
             sizes.finish_grid,
             (),

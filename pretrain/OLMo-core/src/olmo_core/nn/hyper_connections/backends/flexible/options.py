@@ -72,7 +72,6 @@ class BoundaryOptions:
         return {
             "N": self.n_streams,
             "COLUMNS": self.columns,
-            "SMALL": self.columns + self.alphas,
             "BN": self.padded_columns,
             "PREVIOUS": self.previous,
             "NEXT": self.next,

@@ -3,12 +3,14 @@ Check and time mHC's ``flexible`` kernels on this GPU over candidate launches, f
 
     python -m olmo_core.nn.hyper_connections.backends.flexible.tune --out tune.json [--quick] [--shapes 1024x4,2048x4]
 
-First outputs and every gradient against the FP64 reference with poisoned allocations, and a bitwise repeat (exit 1 beyond
-the tolerance). Then, for each width, the time of the forward and the backward by CUDA graph replay, and its ratio to the
-byte floor: 2N + 2 vectors of D BF16 elements for each token forward and, backward, 4N + 3 if no stream is read twice and
-5N + 3 if the streams are read once more, at the bandwidth of an elementwise kernel in the same run. Then the host's time for
-one eager call, and the reference under ``torch.compile`` in a process of its own, for as long as ``--compile-seconds``.
-The JSON is written anew after every step; its ``table`` holds the best launches.
+Outputs and every gradient against the FP64 reference with poisoned allocations, and a bitwise repeat (exit 1 beyond the
+tolerance), in other processes, which also compile the candidates. Then, for each width, the time of the forward and the
+backward by CUDA graph replay, and its ratio to the byte floor: 2N + 2 vectors of D BF16 elements for each token forward
+and, backward, 4N + 3 if no stream is read twice and 5N + 3 if the streams are read once more, at the bandwidth of an
+elementwise kernel in the same run. (What the kernels do move: 3N + 2 forward unless fused, and backward 6N + 4, or 5N + 4
+and the sums of the chunks.) Then the host's time for one eager call, and, unless quick, the reference under
+``torch.compile`` in a process of its own, for as long as ``--compile-seconds``. After ``--seconds`` no further candidate is
+timed. The JSON is written anew after every step; its ``table`` holds the best launches.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from olmo_core.nn.depth.triton_ops import architecture
 from ...config import HyperConnectionsConfig
 from ...module import HyperConnectionsBoundary
 from . import kernels, launch_table, ops
-from .launch_table import Backward, Forward, Launches, Rows
+from .launch_table import Backward, Collapse, Forward, Launches, Phi, Rows
+from .options import BoundaryOptions
 
 Tensor = torch.Tensor
 
@@ -218,50 +221,68 @@ CHECKS: list[tuple[str, dict[str, Any]]] = [
 QUICK_CHECKS = ("d 1024", "d 2048", "first", "last", "identity", "fp32")
 
 
+KINDS = ("forward", "collapse", "rows", "backward", "phi")
+"""Fields of a row of the launch table, in the order in which they are tuned."""
+LAUNCHERS = {"backward": "main"}
+"""Where the launcher of a kind has another name."""
+
+
 def candidates(d: int, base: Launches, quick: bool) -> dict[str, list[Any]]:
     """By kind of kernel, the table's first."""
     rows = max(1, 8192 // d)
     forward = [
         base.forward,
-        Forward(32, 64, rows, 8, stages=2),
-        Forward(32, 64, rows, 8, stages=3),
-        Forward(64, 64, rows, 8, stages=2),
-        Forward(16, 128, max(1, rows // 2), 4, stages=2),
-        Forward(64, 32, rows, 8, stages=3),
-        Forward(16, 64, max(1, rows // 2), 4, stages=3),
-        Forward(32, 64, rows, 8, stages=1),
+        Forward(64, 32, rows, 8, 3, registers=128),
+        Forward(32, 64, rows, 8, 3),
+        Forward(64, 64, rows, 8, 3),
+        Forward(64, 32, rows, 4, 3),
+        Forward(128, 32, rows, 16, 3),
+        Forward(32, 64, rows, 8, 2, fused=True),
+        Forward(128, 32, rows, 8, 3),
     ]
-    w = max(1, d // 512)
+    w = max(1, d // 1024)
+    collapse = [
+        base.collapse,
+        Collapse(1, w),
+        Collapse(1, 2 * w),
+        Collapse(2, 2 * w),
+        Collapse(4, 4 * w),
+    ]
     rows_backward = [
         base.rows,
-        Rows(16, 1, w, max(1, 8 // w)),
-        Rows(16, 1, w, max(1, 12 // w), registers=168),
-        Rows(16, 1, 2 * w, max(1, 6 // w)),
-        Rows(16, 2, 2 * w, max(1, 4 // w)),
-        Rows(32, 4, 8, 1),
+        Rows(2 * w, 6 // w, 3),
+        Rows(2 * w, 8 // w, 3),
+        Rows(2 * w, 8 // w, 1),
+        Rows(w, 8 // w, 3),
+        Rows(4 * w, 4 // w, 3),
     ]
     backward = [
         base.backward,
-        Backward(16, 64, 4, 2),
-        Backward(16, 64, 4, 3, registers=168),
-        Backward(32, 64, 8, 1),
-        Backward(16, 64, 8, 2, registers=128),
-        Backward(32, 32, 4, 2),
-        Backward(16, 128, 8, 1),
-        Backward(32, 64, 8, 1, stages=2),
+        Backward(32, 32, 4, 3),
+        Backward(32, 32, 8, 3, registers=128),
+        Backward(32, 64, 8, 3),
+        Backward(64, 32, 8, 3),
+        Backward(16, 64, 4, 3),
+        Backward(32, 32, 4, 3, by_chunks=True, programs_per_sm=2),
+        Backward(32, 32, 4, 4),
     ]
-    limit = 5 if quick else 8
-    return {
-        "forward": list(dict.fromkeys(forward))[:limit],
-        "rows": list(dict.fromkeys(rows_backward))[:limit],
-        "backward": list(dict.fromkeys(backward))[:limit],
-    }
+    phi = [
+        base.phi,
+        Phi(64, 256, 8, 1, 4),
+        Phi(64, 128, 4, 2, 4),
+        Phi(32, 256, 4, 2, 4),
+        Phi(128, 128, 8, 1, 4),
+    ]
+    limit = 7 if quick else 8
+    found: tuple[list[Any], ...] = (forward, collapse, rows_backward, backward, phi)
+    return {k: list(dict.fromkeys(f))[:limit] for k, f in zip(KINDS, found, strict=True)}
 
 
 class Case:
     """The middle boundary's forward and backward launches at one size, called without autograd."""
 
-    def __init__(self, d: int, n: int, n_tokens: int):
+    def __init__(self, d: int, n: int, n_tokens: int, launches: Launches | None = None):
+        """:param launches: Use these, and launch nothing yet."""
         self.d, self.n = d, n
         arch = architecture(torch.cuda.current_device())
         self.key = (arch, torch.bfloat16, d, n)
@@ -272,7 +293,12 @@ class Case:
         sources = (inputs["streams"], inputs["y"], inputs["post"], inputs["res"])
         gain = inputs["norm_weight"]
         self.forward_args = (*sources, phi, alpha, bias, gain, EPS, self.options)
-        streams_out, _, _, _, saved = ops._launch_forward(*self.forward_args)
+        if launches is None:
+            outputs = ops._launch_forward(*self.forward_args)
+        else:
+            self.use(launches)
+            outputs = ops._forward_outputs(BoundaryOptions.decode(self.options), inputs["y"])
+        streams_out, _, _, _, saved = outputs
         self.backward_args = (
             *sources, streams_out, phi, alpha, bias, gain, saved, grads["streams"], grads["x"],
             grads["post"], grads["res"], self.options,
@@ -292,17 +318,21 @@ class Case:
     def backward(self) -> None:
         ops._launch_backward(*self.backward_args)
 
-    def only(self, kernel: str) -> Callable[[], None]:
-        """The backward with one of its kernels."""
+    def only(self, kind: str) -> Callable[[], None]:
+        """The forward or the backward with one of its kernels."""
         plan = ops._plan(self.options, self.d, torch.cuda.current_device(), torch.bfloat16)
-        names = ("rows", "main", "finish")
+        forward = kind in ("split_phi", "forward", "collapse")
+        names = (
+            ("split_phi", "forward", "collapse") if forward else ("rows", "main", "phi", "finish")
+        )
+        kernel = LAUNCHERS.get(kind, kind)
 
         def call() -> None:
             kept = {name: getattr(plan, name) for name in names if name != kernel}
             for name in kept:
                 setattr(plan, name, lambda *a: None)
             try:
-                self.backward()
+                self.forward() if forward else self.backward()
             finally:
                 for name, launcher in kept.items():
                     setattr(plan, name, launcher)
@@ -323,19 +353,31 @@ def _compile_one(job: tuple[int, int, str, Launches]) -> tuple[Any, str, str]:
     """Fill Triton's cache on disk for one launch; in a process of its own, since compiling takes seconds."""
     d, n, kind, launches = job
     try:
-        # Only this kernel differs from what others compile; small, since it runs once.
-        case = Case(d, n, 2048)
-        case.use(launches)
-        case.forward() if kind == "forward" else case.backward()
+        # Small, since it runs once.
+        case = Case(d, n, 2048, launches)
+        case.only(kind)()
         torch.cuda.synchronize()
         kernel = {
             "forward": kernels.boundary_forward_kernel,
+            "collapse": kernels.collapse_kernel,
             "rows": kernels.rows_backward_kernel,
-            "backward": kernels.boundary_backward_kernel,
+            "backward": kernels.boundary_backward_kernel
+            if launches.backward.by_chunks
+            else kernels.streams_backward_kernel,
+            "phi": kernels.phi_backward_kernel,
         }[kind]
         return job, resources(kernel), ""
     except Exception as e:  # a candidate that does not compile or launch is reported and left out
         return job, "?", f"{type(e).__name__}: {e}".splitlines()[0][:200]
+
+
+def _check_one(name: str) -> tuple[str, dict[str, Any]]:
+    """In a process of its own, as :func:`_compile_one`: each kind of boundary is compiled anew."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return name, check(**dict(CHECKS)[name])
+    except Exception as e:  # report it, and go on with the others
+        return name, {"errors": {}, "wrong": [f"{type(e).__name__}: {e}".splitlines()[0][:300]]}
 
 
 def graph_us(call: Callable[[], None]) -> float:
@@ -436,13 +478,16 @@ def _time_compiled_reference(d: int, n: int, seconds: float) -> tuple[float, flo
 
 
 def _describe(launch: Any) -> str:
-    parts = [f"t{launch.tokens}"]
+    parts = [f"t{launch.tokens}"] if hasattr(launch, "tokens") else []
     parts += [f"d{launch.width}"] if hasattr(launch, "width") else []
     parts += [f"r{launch.rows}"] if hasattr(launch, "rows") else []
     parts += [f"w{launch.warps}"]
-    parts += [f"p{launch.programs_per_sm}"] if hasattr(launch, "programs_per_sm") else []
+    if getattr(launch, "by_chunks", True) and hasattr(launch, "programs_per_sm"):
+        parts += [f"p{launch.programs_per_sm}"]
     parts += [f"s{launch.stages}"] if hasattr(launch, "stages") else []
-    parts += [f"reg{launch.registers}"] if launch.registers else []
+    parts += [f"reg{launch.registers}"] if getattr(launch, "registers", None) else []
+    parts += ["fused"] if getattr(launch, "fused", False) else []
+    parts += ["chunks"] if getattr(launch, "by_chunks", False) else []
     return " ".join(parts)
 
 
@@ -453,13 +498,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument(
-        "--compile-seconds", type=float, default=60.0, help="0: without the compiled reference"
+        "--compile-seconds",
+        type=float,
+        help="0 (quick: the default): without the compiled reference",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="time no more candidates after this; quick: 80"
     )
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--reference", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune needs a CUDA GPU: none is visible to torch")
+    if args.seconds is None:
+        args.seconds = 80.0 if args.quick else 900.0
+    if args.compile_seconds is None:
+        args.compile_seconds = 0.0 if args.quick else 60.0
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.reference:
         d, n = map(int, args.reference.split("x"))
@@ -495,24 +549,25 @@ def main() -> None:
     arch = architecture(torch.cuda.current_device())
     bases = {(d, n): launch_table.launches(arch, torch.bfloat16, d, n) for d, n in shapes}
     offered = {(d, n): candidates(d, base, args.quick) for (d, n), base in bases.items()}
-    fields = {"forward": "forward", "rows": "rows", "backward": "backward"}
     jobs = [
-        (d, n, kind, replace(bases[d, n], **{fields[kind]: launch}))
-        for kind in ("forward", "rows", "backward")
+        (d, n, kind, replace(bases[d, n], **{kind: launch}))
+        for kind in KINDS
         for d, n in shapes
         for launch in offered[d, n][kind]
     ]
     pool = multiprocessing.get_context("spawn").Pool(args.jobs)
+    names = [name for name, _ in CHECKS if not args.quick or name in QUICK_CHECKS]
+    checking = pool.imap_unordered(_check_one, names)
     pending = pool.imap_unordered(_compile_one, jobs)
 
     failed = False
-    for name, arguments in CHECKS:
-        if args.quick and name not in QUICK_CHECKS:
-            continue
+    for _ in names:
         try:
-            result = check(**arguments)
-        except Exception as e:  # report it, and go on with the others
-            result = {"errors": {}, "wrong": [f"{type(e).__name__}: {e}".splitlines()[0][:300]]}
+            name, result = checking.next(timeout=max(1.0, args.seconds - (time.time() - begin)))
+        except multiprocessing.TimeoutError:
+            failed = True
+            say("WRONG: not all checks came to an end")
+            break
         report["checks"][name] = result
         failed |= bool(result["wrong"])
         worst = {
@@ -525,48 +580,61 @@ def main() -> None:
         say(f"check {name}: " + " ".join(f"{k} {e:.1e}" for k, e in worst.items()) + f"  {verdict}")
         write()
 
-    compiled = {job: (used, error) for job, used, error in pending}
-    pool.close()
-    say(f"{report['device']}: compiled {len(jobs)} launches")
+    compiled: dict[Any, tuple[str, str]] = {}
+    for _ in jobs:
+        try:
+            job, used, error = pending.next(timeout=max(1.0, args.seconds - (time.time() - begin)))
+        except multiprocessing.TimeoutError:
+            break
+        compiled[job] = (used, error)
+    pool.terminate()
+    say(f"{report['device']}: compiled {len(compiled)} of {len(jobs)} launches")
     for job, (_, error) in compiled.items():
         if error:
-            say(f"left out {job[:3]} {_describe(getattr(job[3], fields[job[2]]))}: {error}")
+            say(f"left out {job[:3]} {_describe(getattr(job[3], job[2]))}: {error}")
 
     bandwidth = report["bytes_per_s"] = copy_bandwidth()
     torch.cuda.empty_cache()
     say(f"elementwise kernel: {bandwidth / 1e12:.2f} TB/s")
     print(
-        "    d n kernel    launch                          regs/spill      us  x floor", flush=True
+        "    d n kernel    launch                            regs/spill      us  x floor",
+        flush=True,
     )
     for d, n in shapes:
         case = Case(d, n, args.tokens)
         unit_us = 2 * d * args.tokens / bandwidth * 1e6
         best, times = bases[d, n], []
-        for kind in ("forward", "rows", "backward"):
-            floor = (2 * n + 2) if kind == "forward" else (5 * n + 3)
+        for kind in KINDS:
+            forwards = kind in ("forward", "collapse")
+            floor = (2 * n + 2) if forwards else (5 * n + 3)
             fastest: float | None = None
             for launch in offered[d, n][kind]:
-                job = (d, n, kind, replace(bases[d, n], **{fields[kind]: launch}))
-                used, error = compiled[job]
-                if error:
+                job = (d, n, kind, replace(bases[d, n], **{kind: launch}))
+                used, error = compiled.get(job, ("?", "not compiled in time"))
+                if error or (fastest is not None and time.time() - begin > args.seconds):
                     continue
                 try:
-                    case.use(replace(best, **{fields[kind]: launch}))
-                    us = graph_us(case.forward if kind == "forward" else case.backward)
+                    case.use(replace(best, **{kind: launch}))
+                    us = graph_us(case.forward if forwards else case.backward)
                 except Exception as e:  # report it, and go on with the others
                     say(f"failed {kind} {_describe(launch)}: {e}"[:300])
                     continue
                 row = {"kernel": kind, "launch": asdict(launch), "us": us, "registers": used}
                 times.append(row | {"x_floor": us / (floor * unit_us)})
                 print(
-                    f"{d:5d} {n} {kind:9s} {_describe(launch):32s}{used:>9s} {us:7.1f} {us / (floor * unit_us):7.2f}",
+                    f"{d:5d} {n} {kind:9s} {_describe(launch):34s}{used:>9s} {us:7.1f} {us / (floor * unit_us):7.2f}",
                     flush=True,
                 )
                 if fastest is None or us < fastest:
-                    fastest, best = us, replace(best, **{fields[kind]: launch})
+                    fastest, best = us, replace(best, **{kind: launch})
             case.use(best)
+            report["unfinished"] = {"d": d, "n": n, "times": times, "launches": repr(best)}
+            write()
+        del report["unfinished"]
         forward, backward = graph_us(case.forward), graph_us(case.backward)
-        parts = {kernel: graph_us(case.only(kernel)) for kernel in ("rows", "main", "finish")}
+        names = ["split_phi", "forward"] + ([] if best.forward.fused else ["collapse"])
+        names += ["rows", "backward"] + ([] if best.backward.by_chunks else ["phi"]) + ["finish"]
+        parts = {kernel: graph_us(case.only(kernel)) for kernel in names}
         low, high = (4 * n + 3) * unit_us, (5 * n + 3) * unit_us
         summary = {
             "d": d,
@@ -575,7 +643,7 @@ def main() -> None:
             "forward_x_floor": forward / ((2 * n + 2) * unit_us),
             "backward_us": backward,
             "backward_x_floor": [backward / high, backward / low],
-            "backward_parts_us": parts,
+            "parts_us": parts,
             "launches": repr(best),
         }
         print(
