@@ -177,17 +177,27 @@ def find_sanitizer() -> str:
     return path
 
 
-def excluding_torch(sanitizer: str) -> list[str]:
-    """The tool's command with an option that leaves torch's kernels out, as this version of it spells it."""
+INDIRECT = "--racecheck-indirect-barrier-dependency"
+"""
+Has racecheck follow what is ordered through a third thread. A warp of LDM's fast kernels waits for its lanes (``bar.warp.sync``) and one
+lane arrives at the mbarrier for all of them; without the option each of the other lanes' accesses was reported (82 reports on an H200).
+"""
+
+
+def options_of(sanitizer: str) -> dict[str, list[str]]:
+    """Options of each tool, as this version of compute-sanitizer spells them; those that it does not know are left out."""
     help_text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
+    common: list[str] = []
     for option in ("--kernel-name-exclude", "--kernel-regex-exclude"):
         if option in help_text:
-            return [sanitizer, option, NOT_OURS]
-    return [sanitizer]
+            common = [option, NOT_OURS]
+            break
+    indirect = [INDIRECT, "yes"] if INDIRECT in help_text else []
+    return {tool: common + (indirect if tool == "racecheck" else []) for tool in TOOLS}
 
 
 def run_chunk(sanitizer: list[str], tool: str, names: list[str], log: Path) -> dict[str, Any]:
-    """One tool over some cases, in one process."""
+    """One tool over some cases, in one process; ``sanitizer`` is the command with its options."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -326,7 +336,7 @@ def main() -> int:
     # Compiled once without the sanitizer, so that the tools find warm caches and can run at the same time.
     warm = run_cases(names)
     opts.logs.mkdir(parents=True, exist_ok=True)
-    command = excluding_torch(sanitizer)
+    options = options_of(sanitizer)
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     import triton
 
@@ -355,7 +365,9 @@ def main() -> int:
     with ThreadPoolExecutor(len(opts.tools)) as pool:
         tools = list(
             pool.map(
-                lambda tool: run_tool(command, tool, names, opts.logs, opts.jobs, save),
+                lambda tool: run_tool(
+                    [sanitizer, *options[tool]], tool, names, opts.logs, opts.jobs, save
+                ),
                 opts.tools,
             )
         )

@@ -66,13 +66,16 @@ def test_a_tool_runs_a_few_cases_to_a_process(tmp_path, monkeypatch):
     assert "mhc flexible, identity (the tool did not finish) | 1 in boundary_kernel |" in text
 
 
-def test_torchs_kernels_are_left_out_as_the_version_spells_it(tmp_path):
+def test_options_are_those_that_the_version_has(tmp_path):
     fake = tmp_path / "compute-sanitizer"
     for option in ("--kernel-name-exclude", "--kernel-regex-exclude", None):
-        fake.write_text(f"#!/bin/sh\necho '  {option} arg    Do not check'\n")
-        fake.chmod(0o755)
-        expected = [str(fake)] if option is None else [str(fake), option, sanitize.NOT_OURS]
-        assert sanitize.excluding_torch(str(fake)) == expected
+        for indirect in (sanitize.INDIRECT, None):
+            fake.write_text(f"#!/bin/sh\necho '  {option} arg    Do not check\n  {indirect} arg'\n")
+            fake.chmod(0o755)
+            options = sanitize.options_of(str(fake))
+            names = [] if option is None else [option, sanitize.NOT_OURS]
+            assert options["memcheck"] == names
+            assert options["racecheck"] == names + ([] if indirect is None else [indirect, "yes"])
 
 
 def test_every_method_with_kernels_has_a_case():

@@ -36,7 +36,7 @@ class LDMBoundary(DepthBoundary):
     Forget, write, query, read, norm. The state is ``(S, *rest)`` with ``S`` ``[B, T, K, D]`` and in ``rest``, in this
     order and each ``[B, T, D]``: the sublayer's input (``key_source=input``), the residual stream
     (``residual=kept``), and attention's output that waits for the block's end (``write_every=block``). In a window of the
-    ``fast`` backend it is as :func:`.backends.fast.ops.window_boundary` says.
+    ``fast`` backend, and of ``fast_inference`` in prefill, it is as :func:`.backends.fast.ops.window_boundary` says.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class LDMBoundary(DepthBoundary):
         self.options_code = BoundaryOptions.of(config, self.writes).code
         self.infers_fast = False
         """Whether the fast_inference backend runs where there are no gradients."""
+        self.prefill_window = 1
+        """The window of the fast_inference backend's prefill; 1 stores the memory at every boundary."""
         if init_device != "meta":
             self.reset_parameters()
 
@@ -220,6 +222,15 @@ class LDMBoundary(DepthBoundary):
                 if reason is None
                 else f"{name}backend '{selected}' (not 'fast_inference': {reason})"
             )
+        if self.infers_fast:
+            by_name = self.backend == DepthBackend.fast_inference
+            self.prefill_window = fast_inference.prefill_window(
+                device, self.d_model, self.config, self.window, by_name=by_name
+            )
+            if by_name and self.prefill_window != self.window:
+                connection.log_once(
+                    f"{type(self).__name__}: prefill without windows (no compiled kernels of a window of {self.window} were found)"
+                )
         return selected
 
     @property
@@ -310,6 +321,17 @@ class LDMBoundary(DepthBoundary):
         if self.is_first:
             assert self.key_0 is not None
             memory, x = ops.first_boundary(y, self.key_0, norm_weight, self.eps)
+        elif self.prefill_window > 1:
+            return ops.window_boundary(
+                state,
+                y,
+                self.ldm_parameters,
+                self.options_code,
+                norm_weight,
+                self.eps,
+                self.prefill_window,
+                in_place=self.owns_state,
+            )
         else:
             memory, x = ops.boundary(
                 state[0],

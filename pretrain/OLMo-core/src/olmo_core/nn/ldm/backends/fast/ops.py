@@ -3,6 +3,7 @@ Launch functions, torch ops and public functions of the ``fast`` backend. Import
 packed, and boundary 0 is run, by the flexible backend, with which this one shares its buffers and its autograd.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -218,30 +219,10 @@ def forward_without_saving(
 
     :returns: The new memory (``memory`` itself with ``in_place``) and ``x``.
     """
-    d, device = y.shape[-1], y.get_device()
-    n_tokens = y.numel() // d
-    x = y.new_empty(y.shape)
-    if in_place and (not memory.is_contiguous() or memory.data_ptr() % 16):
-        raise ValueError("LDM's fast backend updates only a contiguous, aligned memory in place")
-    memory_out = memory if in_place else memory.new_empty(memory.shape)
-    if n_tokens:
-        plan = _forward_plan(options, d, device, saves=False)
-        memory, y = _aligned(memory), _aligned(y)
-        with on_device(device):
-            plan.kernel(
-                plan.clusters(n_tokens) * plan.spec.cluster,
-                memory.data_ptr(),
-                y.data_ptr(),
-                packed.data_ptr(),
-                0,
-                0,
-                memory_out.data_ptr(),
-                x.data_ptr(),
-                0,
-                0,
-                n_tokens,
-                eps,
-            )
+    memory_out, x, _ = _run_forward(
+        memory, y, None, (), packed, eps, options, writes=True, saves=False, in_place=in_place
+    )
+    assert memory_out is not None
     return memory_out, x
 
 
@@ -277,6 +258,68 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def _run_forward(
+    memory: Tensor,
+    y: Tensor,
+    coefficients: Tensor | None,
+    earlier: Sequence[Tensor],
+    packed: Tensor,
+    eps: float,
+    options: str,
+    *,
+    writes: bool,
+    saves: bool,
+    in_place: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """
+    One boundary with packed parameters, in a window or, without earlier outputs and with ``writes``, in the recurrent form.
+
+    :param packed: From :func:`pack_parameters`; with ``saves``, what is saved goes behind them.
+    :param in_place: Write the new memory over ``memory``; see :func:`forward_without_saving`. In a window, too, no block reads
+        another's columns of the anchor, and the earlier outputs and the coefficients are only read.
+
+    :returns: As :func:`_launch_window_forward`, without ``packed``.
+    """
+    o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
+    n_tokens, n = y.numel() // d, len(earlier)
+    x, memory_out, coefficients_out = _empty_like(y), None, None
+    if not writes:
+        shape = (*y.shape[:-1], (2 + n) * o.d_k)
+        coefficients_out = y.new_empty(shape, dtype=torch.float32)
+    elif not in_place:
+        memory_out = _empty_like(memory)
+    elif not memory.is_contiguous() or memory.data_ptr() % 16:
+        raise ValueError("LDM's fast backend updates only a contiguous, aligned memory in place")
+    else:
+        memory_out = memory
+    if n_tokens:
+        plan = _forward_plan(options, d, device, saves, n, writes)
+        memory, y = _aligned(memory), _aligned(y)
+        outputs = [_aligned(t) for t in earlier]  # kept until the launch
+        start = packed.data_ptr()
+        saved = extra = 0
+        if saves:
+            saved = start + 4 * ((o.n_rows + 1) * d + o.n_biases)
+            extra = saved + 4 * n_tokens * (o.n_rows + 4)
+        with on_device(device):
+            plan.kernel(
+                plan.clusters(n_tokens) * plan.spec.cluster,
+                memory.data_ptr(),
+                y.data_ptr(),
+                start,
+                saved,
+                extra,
+                _address(memory_out),
+                x.data_ptr(),
+                _address(coefficients),
+                _address(coefficients_out),
+                *(t.data_ptr() for t in outputs),
+                n_tokens,
+                eps,
+            )
+    return memory_out, x, coefficients_out
+
+
 def _launch_window_forward(
     memory: Tensor,
     y: Tensor,
@@ -298,41 +341,16 @@ def _launch_window_forward(
     :returns: The new memory or ``None``, ``x``, ``None`` or the coefficients ``[..., (2 + n) K]`` of the new memory, and the packed
         parameters with the saved products.
     """
-    o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
-    n_tokens, n = y.numel() // d, len(earlier)
-    x, memory_out, coefficients_out = _empty_like(y), None, None
-    if writes:
-        memory_out = _empty_like(memory)
-    else:
-        shape = (*y.shape[:-1], (2 + n) * o.d_k)
-        coefficients_out = y.new_empty(shape, dtype=torch.float32)
-    n_parameters = (o.n_rows + 1) * d + o.n_biases
-    n_saved = n_tokens * (o.n_rows + 4 + _extra_columns(o.d_k, n))
-    packed = y.new_empty(n_parameters + n_saved, dtype=torch.float32)
+    o, d = BoundaryOptions.decode(options), y.shape[-1]
+    n_tokens = y.numel() // d
+    n_saved = n_tokens * (o.n_rows + 4 + _extra_columns(o.d_k, len(earlier)))
+    packed = y.new_empty((o.n_rows + 1) * d + o.n_biases + n_saved, dtype=torch.float32)
     if n_tokens:
-        plan = _forward_plan(options, d, device, True, n, writes)
         pack_parameters(parameters, norm_weight, options, packed)
-        memory, y = _aligned(memory), _aligned(y)
-        outputs = [_aligned(t) for t in earlier]  # kept until the launch
-        start = packed.data_ptr()
-        saved = start + 4 * n_parameters
-        with on_device(device):
-            plan.kernel(
-                plan.clusters(n_tokens) * plan.spec.cluster,
-                memory.data_ptr(),
-                y.data_ptr(),
-                start,
-                saved,
-                saved + 4 * n_tokens * (o.n_rows + 4),
-                _address(memory_out),
-                x.data_ptr(),
-                _address(coefficients),
-                _address(coefficients_out),
-                *(t.data_ptr() for t in outputs),
-                n_tokens,
-                eps,
-            )
-    return memory_out, x, coefficients_out, packed
+    out = _run_forward(
+        memory, y, coefficients, earlier, packed, eps, options, writes=writes, saves=True
+    )
+    return *out, packed
 
 
 def _launch_window_backward(
@@ -441,6 +459,62 @@ def _stored(memory: Tensor, coefficients: Tensor, earlier: list[Tensor]) -> Tens
     return (upcast(memory) + (new - S)).to(memory.dtype)
 
 
+def window_without_saving(
+    state: tuple[Tensor, ...],
+    y: Tensor,
+    packed: Tensor,
+    eps: float,
+    options: str,
+    window: int,
+    *,
+    in_place: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """
+    :func:`window_boundary` without a backward, as :func:`forward_without_saving` is :func:`boundary` without one.
+
+    :param packed: From :func:`pack_parameters`.
+    :param in_place: Write the new memory over the anchor at the boundary that stores one, the ``window``-th. The others write
+        no memory.
+
+    :returns: The new state, in which the anchor of a boundary that stores no memory is the given one itself, and ``x``.
+    :raises ValueError: If the state is not one of this window and of the tokens of ``y``.
+    """
+    memory, *rest = state
+    coefficients, earlier = (rest[0], rest[1:]) if rest else (None, [])
+    n, K = len(earlier), memory.shape[-2]
+    fits = n < window and memory.shape == (*y.shape[:-1], K, y.shape[-1])
+    if coefficients is not None:
+        fits = fits and n > 0 and coefficients.shape == (*y.shape[:-1], (1 + n) * K)
+        fits = fits and all(t.shape == y.shape for t in earlier)
+    if not fits:
+        raise ValueError(
+            f"LDM in windows of {window} boundaries cannot take a state of shapes {[tuple(t.shape) for t in state]} with an "
+            f"output of shape {tuple(y.shape)}: all boundaries of a forward must have the same window and the same tokens"
+        )
+    # Now, not at every boundary of the window that reads them.
+    memory, y = _aligned(memory), _aligned(y)
+    writes = n == window - 1
+    written, x, after = _run_forward(
+        memory, y, coefficients, earlier, packed, eps, options,
+        writes=writes, saves=False, in_place=in_place and writes,
+    )  # fmt: skip
+    return _window_state(memory, y, earlier, written, after), x
+
+
+def _window_state(
+    anchor: Tensor,
+    y: Tensor,
+    earlier: Sequence[Tensor],
+    written: Tensor | None,
+    after: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The state after a boundary that wrote either the memory or the coefficients."""
+    if written is not None:
+        return (written,)
+    assert after is not None
+    return (anchor, after, *earlier, y.detach())
+
+
 def window_boundary(
     state: tuple[Tensor, ...],
     y: Tensor,
@@ -480,7 +554,7 @@ def window_boundary(
         written, x, after, _ = _launch_window_forward(
             *arguments, parameters, norm_weight, eps, options, writes
         )
-        memory = memory if written is None else written
+        return _window_state(memory, y, earlier, written, after), x
     if after is None:
         return (memory,), x
     return (memory, after, *earlier, y.detach()), x

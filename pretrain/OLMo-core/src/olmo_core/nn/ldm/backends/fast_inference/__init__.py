@@ -1,7 +1,7 @@
 """
 The ``fast_inference`` backend: CuTe DSL kernels for LDM's default family without gradients, on NVIDIA Hopper and Blackwell.
-A decode kernel for up to a few hundred tokens; for more, the forward kernel of :mod:`..fast` with nothing saved. ``DESIGN.md``
-tells how they work. Import :mod:`.ops` only where :func:`unavailable` says that it can run: it imports Triton.
+A decode kernel for up to a few hundred tokens; for more, the forward kernels of :mod:`..fast` with nothing saved, in windows where
+:func:`prefill_window` says so. ``DESIGN.md`` tells how they work. Import :mod:`.ops` only where :func:`unavailable` says that it can run: it imports Triton.
 """
 
 from typing import TYPE_CHECKING
@@ -40,3 +40,29 @@ def unavailable(
         if not all(cache.has(s, architecture) for s in specs):
             return "nvidia-cutlass-dsl (the extra 'cute') is not installed and no compiled inference kernels were found"
     return None
+
+
+def prefill_window(
+    device: torch.device, d_model: int, config: "LDMConfig", window: int, *, by_name: bool
+) -> int:
+    """
+    The window of prefill where the backend can run: ``window``, that of training, or 1 where its kernels can neither be
+    found nor compiled.
+
+    :param by_name: Whether the backend was asked for by its name: else 1 for shapes whose windows were not timed.
+    """
+    architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
+    key = (architecture, d_model, config.d_k)
+    if not by_name and key not in launch_table.TIMED_WINDOWS:
+        return 1
+    if window == 1 or cache.dsl_version() is not None:
+        return window
+    specs = launch_table.window_specs(
+        architecture,
+        d_model,
+        config.d_k,
+        str(config.key_activation),
+        str(config.forget),
+        window,
+    )
+    return window if all(cache.has(s, architecture) for s in specs) else 1

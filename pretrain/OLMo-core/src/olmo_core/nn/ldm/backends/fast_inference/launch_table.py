@@ -131,6 +131,10 @@ def launch(architecture: str, d: int, d_k: int, end: int) -> Launch | None:
     return TABLE.get((architecture, d, d_k, end)) or rule(d, d_k, end)
 
 
+TIMED_WINDOWS: frozenset[tuple[str, int, int]] = frozenset()
+"""Architecture, width and slots whose prefill in windows was timed on a GPU; ``auto`` takes windows for no other."""
+
+
 def timed(architecture: str, d: int, d_k: int) -> bool:
     return any(key[:3] == (architecture, d, d_k) for key in TABLE)
 
@@ -152,13 +156,35 @@ def decode_specs(
     return list(dict.fromkeys(kernels))
 
 
-def all_specs(
-    architecture: str, d: int, d_k: int, key_activation: str, forget: str
+def window_specs(
+    architecture: str, d: int, d_k: int, key_activation: str, forget: str, window: int
 ) -> list[cache.Spec]:
-    """The kernels of decode and of prefill; none if the shape has none."""
+    """The kernels of prefill in windows, one for each boundary of a window; none for a window of 1."""
+    if window == 1:
+        return []
+    found = [
+        fast.spec(
+            architecture, "forward", d, d_k, key_activation, forget,
+            saves=False, earlier=earlier, writes=earlier == window - 1,
+        )
+        for earlier in range(window)
+    ]  # fmt: skip
+    return [s for s in found if s is not None]
+
+
+def all_specs(
+    architecture: str, d: int, d_k: int, key_activation: str, forget: str, window: int = 1
+) -> list[cache.Spec]:
+    """The kernels of decode and of prefill, with ``window`` > 1 of prefill in windows too; none if the shape has none."""
     decode = decode_specs(architecture, d, d_k, key_activation, forget)
     prefill = fast.spec(architecture, "forward", d, d_k, key_activation, forget, saves=False)
-    return [] if prefill is None or not decode else [*decode, prefill]
+    if prefill is None or not decode:
+        return []
+    return [
+        *decode,
+        prefill,
+        *window_specs(architecture, d, d_k, key_activation, forget, window),
+    ]
 
 
 def candidates(architecture: str, d: int, d_k: int, end: int) -> list[Launch]:

@@ -57,6 +57,11 @@ def forget_plans() -> None:
     _plan.cache_clear()
 
 
+def _plan_of(y: Tensor, options: str) -> tuple[Spec, Kernel] | None:
+    d = y.shape[-1]
+    return _plan(options, d, y.get_device(), launch_table.bucket(y.numel() // d))
+
+
 def _launch(
     memory: Tensor,
     y: Tensor,
@@ -65,11 +70,11 @@ def _launch(
     eps: float,
     options: str,
     in_place: bool,
+    plan: tuple[Spec, Kernel] | None,
 ) -> tuple[Tensor, Tensor]:
     d, device = y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     memory, y = fast._aligned(memory), fast._aligned(y)
-    plan = _plan(options, d, device, launch_table.bucket(n_tokens))
     packed = packing.of(parameters)
     with on_device(device):
         if plan is None:
@@ -97,7 +102,8 @@ def _launch(
 
 def _op_forward(memory, y, *arguments):
     *parameters, norm_weight, eps, options = arguments
-    return _launch(memory, y, LDMParameters(*parameters), norm_weight, eps, options, False)
+    plan = _plan_of(y, options)
+    return _launch(memory, y, LDMParameters(*parameters), norm_weight, eps, options, False, plan)
 
 
 def _fake_forward(memory, y, *arguments):
@@ -136,5 +142,48 @@ def boundary(
     :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
     """
     if is_eager(y):
-        return _launch(memory, y, parameters, norm_weight, eps, options, in_place)
+        plan = _plan_of(y, options)
+        return _launch(memory, y, parameters, norm_weight, eps, options, in_place, plan)
     return _forward(memory, y, *parameters, norm_weight, eps, options)
+
+
+def window_boundary(
+    state: tuple[Tensor, ...],
+    y: Tensor,
+    parameters: LDMParameters,
+    options: str,
+    norm_weight: Tensor,
+    eps: float,
+    window: int,
+    *,
+    in_place: bool = False,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """
+    As :func:`boundary`, but prefill stores the memory at every ``window``-th boundary only. The kernel goes by the number of tokens, which
+    all boundaries of a forward share: a forward is either decode, which stores the memory each time, or prefill in windows.
+
+    :param state: ``(S,)``; in the middle of a window as :func:`..fast.ops.window_boundary` has it.
+    :param in_place: Write the new memory, where one is stored, over the state's.
+
+    :returns: The new state and ``x`` ``[..., D]``, BF16.
+    :raises ValueError: If the state is not one of this window and of the tokens of ``y``.
+    :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
+    """
+    memory, *rest = state
+    if not is_eager(y):
+        if rest:
+            memory = fast._stored(memory, rest[0], rest[1:])
+        memory, x = _forward(memory, y, *parameters, norm_weight, eps, options)
+        return (memory,), x
+    plan = _plan_of(y, options)
+    if plan is not None:
+        if rest:
+            raise ValueError(
+                f"LDM's decode kernel takes a stored memory, not a state in the middle of a window of {window} boundaries: "
+                f"all boundaries of a forward must have the same tokens; here an output has shape {tuple(y.shape)}"
+            )
+        memory, x = _launch(memory, y, parameters, norm_weight, eps, options, in_place, plan)
+        return (memory,), x
+    with on_device(y.get_device()):
+        rows = packing.of(parameters).rows(parameters, norm_weight, options)
+        return fast.window_without_saving(state, y, rows, eps, options, window, in_place=in_place)

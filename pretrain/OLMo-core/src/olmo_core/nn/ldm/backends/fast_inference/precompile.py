@@ -1,9 +1,10 @@
 """
 Compile the inference kernels without a GPU, for machines that have one but not the CuTe DSL::
 
-    python -m olmo_core.nn.ldm.backends.fast_inference.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--candidates]
+    python -m olmo_core.nn.ldm.backends.fast_inference.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--window 4] [--candidates]
 
-Without ``--shapes``: the shapes of the launch table, or the standard ones for an architecture that has none. Set
+``--window`` is the models' option of that name, for prefill: 0, the default, is the window that they have by default; prefill without windows
+is compiled with any. Without ``--shapes``: the shapes of the launch table, or the standard ones for an architecture that has none. Set
 ``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used; it can be that of the ``fast`` backend.
 """
 
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ..fast import cache
+from ..fast import launch_table as fast
 from ..fast.precompile import SHAPES, compile_all, parse_shapes
 from . import launch_table
 
@@ -30,6 +32,7 @@ def main() -> None:
         "--key-activation", default="two_sigmoid", choices=["two_sigmoid", "softmax"]
     )
     parser.add_argument("--forget", default="dynamic", choices=["dynamic", "static", "none"])
+    parser.add_argument("--window", type=int, default=0, help="the models' option of that name")
     parser.add_argument(
         "--candidates", action="store_true", help="the launches that tune tries, too"
     )
@@ -42,9 +45,12 @@ def main() -> None:
     options = (args.key_activation, args.forget)
     specs: list[cache.Spec] = []
     for d, d_k in shapes:
-        found = launch_table.all_specs(args.arch, d, d_k, *options)
+        window = fast.window(d, d_k, args.window) if d_k in fast.SLOTS else 1
+        found = launch_table.all_specs(args.arch, d, d_k, *options, window)
         if not found:
             sys.exit(f"the fast_inference backend has no kernels for d_model {d} with d_k {d_k}")
+        if args.window and window != args.window:
+            sys.exit(f"no kernels for a window of {args.window} with d_model {d} and d_k {d_k}")
         specs += found
         if args.candidates:
             for end in launch_table.BUCKETS:

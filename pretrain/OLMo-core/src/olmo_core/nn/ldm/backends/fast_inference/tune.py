@@ -8,8 +8,9 @@ memory and ``x`` against the FP64 reference, bit by bit on a repeat, in place, o
 memory filled with NaN. Then microseconds for one boundary by CUDA graph replay of a chain of 57, in which a boundary's ``y`` is
 the ``x`` of the one before, for each bucket of tokens: candidates with and without overlap of kernels, the flexible backend,
 PreLN. ``among products``: the same with a product by a weight of its own before each boundary, as in a model, which leaves nothing
-in the L2 cache, less the time of the products alone; by this the best launch is chosen. Also prefill beside the training forward,
-and the host's time of an eager call. Each part runs in a process of its own that is
+in the L2 cache, less the time of the products alone; by this the best launch is chosen. Also prefill, in windows (the mean of a window's
+boundaries) and with the memory stored each time, beside the training forward, with the ratio to the floor of each, and the host's time of
+an eager call. The part ``prefill`` (``--only``) has the checks of windows and the times of prefill alone. Each part runs in a process of its own that is
 ended when it says nothing for a minute. The JSON is written anew after every result; its ``table`` holds the best launches.
 Exit status 1 if something was wrong.
 """
@@ -19,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from olmo_core.nn.depth.preln import PreLNConfig
 from ..fast import cache
 from ..fast import ops as fast_ops
 from ..fast.precompile import parse_shapes
-from ..fast.tune import new_report, say, stage, write
+from ..fast.tune import WINDOW, draw_chain, new_report, say, stage, window_vectors, write
 from ..flexible import tune as common
 from . import launch_table, ops, packing
 from .launch_table import BUCKETS, Launch
@@ -46,9 +47,14 @@ CHECKS: list[tuple[int, int, int, dict[str, Any]]] = [
     (2048, 16, 1, {}),
     (2048, 16, 67, {}),
 ]
+WINDOW_CHECKS: list[tuple[int, int, int, int]] = [
+    # d, K, tokens, window
+    *((d, K, n, WINDOW) for d in (2048, 1024) for K in (8, 4) for n in (1061, 8195)),
+]
 SHAPES = [(2048, 8), (1024, 8), (2048, 4), (1024, 4), (512, 8)]
 N_BOUNDARIES = 57
 """Of the 1.7 billion parameter model: 28 blocks."""
+PREFILL_TOKENS = (512, 4096, 16_384)
 BESIDE_OTHERS = (1, 8, 64, 256)
 """Numbers of tokens at which the other methods and backends are timed too."""
 TOLERANCE = 2.5e-3
@@ -58,7 +64,8 @@ def check(d: int, d_k: int, n_tokens: int, options: dict[str, Any]) -> dict[str,
     """Errors of this backend and of the reference on the same BF16 inputs, against FP64; and what is wrong."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     memory, y, gain, _, _ = common.draw(d, d_k, n_tokens, torch.bfloat16)
-    module = common.boundary(d, d_k, "fast_inference", **options)
+    # check_window has windows.
+    module = common.boundary(d, d_k, "fast_inference", window=1, **options)
     reference = common.boundary(d, d_k, "reference", **options)
     wrong: list[str] = []
 
@@ -107,6 +114,81 @@ def check(d: int, d_k: int, n_tokens: int, options: dict[str, Any]) -> dict[str,
     return {"errors": errors, "wrong": wrong}
 
 
+def check_window(d: int, d_k: int, n_tokens: int, window: int) -> dict[str, Any]:
+    """
+    Prefill in a window and two boundaries of the next one, as :func:`check`: ``x`` of each, the memory that is stored, and that which the
+    last state stands for.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    inputs = draw_chain(d, d_k, n_tokens, window + 2)
+    (memory,), ys, gains = inputs["memory"], inputs["y"], inputs["gain"]
+    module = common.boundary(d, d_k, "fast_inference", window=window)
+    reference = common.boundary(d, d_k, "reference")
+    wrong: list[str] = []
+
+    def run(
+        m: torch.nn.Module, memory: Tensor, ys: list[Tensor], gains: list[Tensor] = gains
+    ) -> dict[str, Tensor]:
+        state: tuple[Tensor, ...] = (memory,)
+        out = {}
+        for i, (y, gain) in enumerate(zip(ys, gains, strict=True)):
+            state, out[f"x {i}"] = m(state, y, gain)
+            if i == window - 1:
+                # In place, the next window writes over it.
+                out["memory"] = state[0].clone()
+        if len(state) > 1:
+            state = (fast_ops._stored(state[0], state[1], list(state[2:])),)
+        return {**out, "last memory": state[0]}
+
+    def same(a: dict[str, Tensor], what: str) -> None:
+        wrong.extend(f"{n} differs {what}" for n, t in a.items() if not torch.equal(t, mine[n]))
+
+    with torch.no_grad():
+        before = memory.clone()
+        mine = run(module, memory, ys)
+        if module.prefill_window != window:
+            wrong.append(f"prefill had a window of {module.prefill_window}, not {window}")
+        same(run(module, memory, ys), "on a repeat")
+        if not torch.equal(memory, before):
+            wrong.append("the memory that was given has changed")
+        module.owns_state = True
+        given = memory.clone()
+        same(run(module, given, ys), "in place")
+        if not torch.equal(given, mine["memory"]):
+            wrong.append("the new memory is not in the place of the old one")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        at_start = torch.cuda.memory_allocated()
+        state: tuple[Tensor, ...] = (given,)
+        for y, gain in zip(ys[:window], gains, strict=False):
+            state, _ = module(state, y, gain)
+        extra = torch.cuda.max_memory_allocated() - at_start
+        if extra >= memory.nbytes:
+            wrong.append(f"a window in place took {extra} bytes more, a memory has {memory.nbytes}")
+        del state, given
+        module.owns_state = False
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run(module, memory, ys)
+        for t in captured.values():
+            t.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        same(captured, "from a graph")
+        del captured, graph
+        mixed = run(reference, memory, ys)
+        doubles = [[t.double() for t in ts] for ts in (ys, gains)]
+        truth = run(reference.double(), memory.double(), *doubles)
+    torch.use_deterministic_algorithms(False)
+    errors = {}
+    for name, t in truth.items():
+        e, r = (common.relative_rms(a[name], t) for a in (mine, mixed))
+        errors[f"output {name}"] = (e, r)
+        if not e < max(TOLERANCE, 1.5 * r):
+            wrong.append(f"{name} {e:.2e} (reference {r:.2e})")
+    return {"errors": errors, "wrong": wrong}
+
+
 def check_changes(d: int, d_k: int) -> list[str]:
     """Parameters that change are packed anew, and a graph that packs leaves nothing behind."""
     memory, y, gain, _, _ = common.draw(d, d_k, 3, torch.bfloat16)
@@ -138,12 +220,21 @@ def attempt(name: str, call: Callable[[], dict[str, Any]]) -> None:
     say("check", name=name, **result)
 
 
+def check_windows(shapes: list[tuple[int, int]] | None) -> None:
+    for d, d_k, n_tokens, window in WINDOW_CHECKS:
+        if shapes is None or (d, d_k) in shapes:
+            name = f"window {window}, {d}x{d_k}, {n_tokens} tokens"
+            attempt(name, partial(check_window, d, d_k, n_tokens, window))
+            torch.cuda.empty_cache()
+
+
 def work_check(args: argparse.Namespace) -> None:
     shapes = parse_shapes(args.shapes) if args.shapes else None
     for d, d_k, n_tokens, options in CHECKS:
         if shapes is None or (d, d_k) in shapes:
             name = f"{d}x{d_k}, {n_tokens} tokens"
             attempt(name, lambda c=(d, d_k, n_tokens, options): check(*c))  # type: ignore[misc]
+    check_windows(shapes)
     d, d_k = (shapes or SHAPES)[0]
     attempt("changed parameters", lambda: {"errors": {}, "wrong": check_changes(d, d_k)})
 
@@ -231,15 +322,31 @@ class Shape:
 
     def __init__(self, d: int, d_k: int, architecture: str, floor: float):
         self.d, self.d_k, self.architecture, self.floor = d, d_k, architecture, floor
-        names = ("preln", "flexible", "fast_inference")
-        self.chains = {name: Chain(d, d_k, name) for name in names}
-        self.weights = [
-            (torch.randn(d, d, device="cuda") * d**-0.5).bfloat16() for _ in range(N_BOUNDARIES)
-        ]
 
-    def timed(self, M: int, name: str, call: Callable[[], dict[str, float]], **values: Any) -> None:
-        """:param call: Returns ``us`` and what else to report."""
+    @cached_property
+    def chains(self) -> dict[str, Chain]:
+        names = ("preln", "flexible", "fast_inference")
+        return {name: Chain(self.d, self.d_k, name) for name in names}
+
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        weights = (torch.randn(self.d, self.d, device="cuda") for _ in range(N_BOUNDARIES))
+        return [(w * self.d**-0.5).bfloat16() for w in weights]
+
+    def timed(
+        self,
+        M: int,
+        name: str,
+        call: Callable[[], dict[str, float]],
+        vectors: float | None = None,
+        **values: Any,
+    ) -> None:
+        """
+        :param call: Returns ``us`` and what else to report.
+        :param vectors: Read and written for each token, where they are not a boundary's that stores the memory.
+        """
         d, K = self.d, self.d_k
+        vectors = 2 * K + 2 if vectors is None else vectors
         say("start", name=f"{d}x{K} {M} {name}")
         try:
             times = call()
@@ -247,7 +354,7 @@ class Shape:
             reason = f"{type(e).__name__}: {e}".splitlines()[0][:300]
             say("failed", d=d, K=K, M=M, launch=name, reason=reason)
             return
-        n_bytes = (4 if name == "preln" else 2 * K + 2) * d * 2 * M
+        n_bytes = vectors * d * 2 * M
         ratio = round(times["us"] * 1e-6 * self.floor / n_bytes, 2)
         times = {key: round(us, 2) for key, us in times.items()}
         say("time", d=d, K=K, M=M, launch=name, ratio=ratio, **times, **values)
@@ -267,7 +374,8 @@ class Shape:
 
         if end in BESIDE_OTHERS:
             for name in ("preln", "flexible"):
-                self.timed(end, name, partial(both, self.chains[name]))
+                vectors = 4 if name == "preln" else None
+                self.timed(end, name, partial(both, self.chains[name]), vectors)
         key = (self.architecture, self.d, self.d_k, end)
         before = launch_table.TABLE.get(key)
         for launch in launch_table.candidates(self.architecture, self.d, self.d_k, end):
@@ -297,26 +405,55 @@ class Shape:
         say("host", d=self.d, K=self.d_k, us=round(us, 1))
 
     @torch.no_grad()
-    def prefill(self, n_tokens: int = 16_384) -> None:
+    def prefill(self, n_tokens: int) -> None:
         """Beside the training forward, which saves."""
-        memory, y, gain, _, _ = common.draw(self.d, self.d_k, n_tokens, torch.bfloat16)
+        inputs = draw_chain(self.d, self.d_k, n_tokens, WINDOW)
+        (memory,), ys, gains = inputs["memory"], inputs["y"], inputs["gain"]
+        y, gain = ys[0], gains[0]
         m = common.boundary(self.d, self.d_k, "fast_inference")
         p, code = m.ldm_parameters, m.options_code
         training = (memory, y, None, None, None, *p, gain, common.EPS, code)
         forward = partial(fast_ops._launch_forward, *training)
         self.timed(n_tokens, "training forward", lambda: {"us": common.graph_us(forward)})
-        inference = partial(ops.boundary, memory, y, p, code, gain, common.EPS, in_place=True)
+        # The kernels of prefill, whatever the table has for so many tokens; the parameters packed before, as in a model.
+        rows = packing.of(p).rows(p, gain, code)
+        inference = partial(
+            fast_ops.forward_without_saving, memory, y, rows, common.EPS, code, in_place=True
+        )
         self.timed(n_tokens, "prefill in place", lambda: {"us": common.graph_us(inference)})
 
+        def window() -> None:
+            state: tuple[Tensor, ...] = (memory,)
+            for each in ys:
+                state, _ = fast_ops.window_without_saving(
+                    state, each, rows, common.EPS, code, WINDOW, in_place=True
+                )
 
-def work_time(args: argparse.Namespace) -> None:
+        vectors = [window_vectors("forward", self.d_k, e, WINDOW) for e in range(WINDOW)]
+        self.timed(
+            n_tokens,
+            f"prefill in windows of {WINDOW} in place",
+            lambda: {"us": common.graph_us(window) / WINDOW},
+            sum(vectors) / WINDOW,
+        )
+
+
+def work_prefill(args: argparse.Namespace) -> None:
+    check_windows(parse_shapes(args.shapes) if args.shapes else None)
+    work_time(args, only_prefill=True)
+
+
+def work_time(args: argparse.Namespace, only_prefill: bool = False) -> None:
     say("start", name="copy")
     bandwidth = common.copy_bandwidth()
     say("copy", bandwidth=bandwidth)
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability()[0]]
     for d, d_k in parse_shapes(args.shapes) if args.shapes else SHAPES:
         shape = Shape(d, d_k, architecture, max(bandwidth.values()))
-        shape.prefill()
+        for n_tokens in PREFILL_TOKENS:
+            shape.prefill(n_tokens)
+        if only_prefill:
+            continue
         shape.host()
         for end in BUCKETS:
             shape.bucket(end)
@@ -370,8 +507,9 @@ def main() -> None:
     parser.add_argument("--cache", help="the folder of precompile")
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
-    parser.add_argument("--only", choices=["check", "time"], help="one part")
-    parser.add_argument("--work", choices=["check", "time"], help=argparse.SUPPRESS)
+    work = {"check": work_check, "time": work_time, "prefill": work_prefill}
+    parser.add_argument("--only", choices=list(work), help="one part")
+    parser.add_argument("--work", choices=list(work), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune needs a CUDA GPU: none is visible to torch")
@@ -379,12 +517,11 @@ def main() -> None:
         os.environ[cache.PLACES] = os.path.abspath(args.cache)
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.work:
-        (work_check if args.work == "check" else work_time)(args)
+        work[args.work](args)
         return
     report = new_report()
-    for name in ("check", "time"):
-        if args.only in (None, name):
-            stage(name, args.out, report, worker(name), show)
+    for name in [args.only] if args.only else ["check", "time"]:
+        stage(name, args.out, report, worker(name), show)
     report["table"] = table_of(report["lines"])
     print("\n".join(report["table"]))
     write(args.out, report)

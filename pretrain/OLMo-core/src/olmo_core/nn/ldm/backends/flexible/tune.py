@@ -39,8 +39,11 @@ EPS = 1e-5
 
 
 def boundary(d: int, d_k: int, backend: str, device: str = "cuda", **options: Any) -> LDMBoundary:
-    """Boundary 1 of a model, with parameters away from their start so that every gradient counts."""
-    config = LDMConfig(backend=backend, d_k=d_k, **options)  # type: ignore[arg-type]
+    """
+    Boundary 1 of a model, with parameters away from their start so that every gradient counts; without ``window``, its memory is
+    stored.
+    """
+    config = LDMConfig(backend=backend, d_k=d_k, **{"window": 1, **options})  # type: ignore[arg-type]
     module = config.build(d_model=d, index=1, n_sublayers=48, eps=EPS).to(device)
     generator = torch.Generator(device=device).manual_seed(1)
     with torch.no_grad():
