@@ -27,7 +27,7 @@ from olmo_core.nn.depth.model import DepthTransformer
 from olmo_core.nn.ldm import LDMConfig
 from olmo_core.nn.ldm.backends import fast
 from olmo_core.nn.ldm.backends.fast import cache, driver, launch_table, precompile
-from olmo_core.nn.ldm.backends.fast.layout import MAIN_WARPS, SHARED_BYTES, Spec
+from olmo_core.nn.ldm.backends.fast.layout import FINISH_PARAMETERS, MAIN_WARPS, SHARED_BYTES, Spec
 from olmo_core.nn.ldm.backends.flexible.options import BoundaryOptions
 from olmo_core.nn.ldm.backends.reference import LDMParameters, ldm_boundary
 from olmo_core.nn.ldm.module import LDMBoundary
@@ -668,7 +668,8 @@ class Emulated:
             before, *earlier, n,
         )  # fmt: skip
         finish = Spec("finish", d, d_k, forget="none" if s.forget == "static" else s.forget)
-        launch(finish, -(-b.n_parameters // 256), "partials", "d_parameters", clusters)
+        blocks = -(-b.n_parameters // FINISH_PARAMETERS)
+        launch(finish, blocks, "partials", "d_parameters", clusters)
         results |= {"memory": get("d_memory", bf16), "y": get("d_y", bf16)}
         maps = [f"w_{m}" for m in ("forget", "key", "query") if m != "forget" or s.n_forget]
         sizes = [d * d_k] * len(maps) + [d, d_k, d_k, d_k]

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 MAIN_WARPS = 8
+FINISH_THREADS = 64
+FINISH_PARAMETERS = 64
+"""Sums of a block of the finish kernel: 4 for each of 8 lanes of a warp, whose other lanes take other clusters."""
 SHARED_BYTES = 231_424
 """What a block takes at most: Hopper and Blackwell give 227 KiB; 1 KiB of it stays free."""
 ROW_PAD = 64

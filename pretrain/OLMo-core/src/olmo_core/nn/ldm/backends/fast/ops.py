@@ -18,7 +18,7 @@ from ..reference import LDMParameters
 from . import cache as kernel_cache
 from . import launch_table
 from .driver import Kernel
-from .layout import Spec
+from .layout import FINISH_PARAMETERS, FINISH_THREADS, Spec
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,7 @@ def _kernel(spec: Spec, device: int) -> Kernel:
         code.entry,
         spec.arguments,
         device=device,
-        threads=64 if finish else spec.threads,
+        threads=FINISH_THREADS if finish else spec.threads,
         shared_bytes=0 if finish else spec.shared["size"],
         cluster=1 if finish else spec.cluster,
     )
@@ -406,7 +406,8 @@ def _launch_window_backward(
             *(t.data_ptr() for t in outputs),
             n_tokens,
         )
-        finish(-(-spec.n_parameters // 256), partials.data_ptr(), d_parameters.data_ptr(), clusters)
+        blocks = -(-spec.n_parameters // FINISH_PARAMETERS)
+        finish(blocks, partials.data_ptr(), d_parameters.data_ptr(), clusters, overlap=True)
     return d_memory, d_y, d_parameters
 
 
