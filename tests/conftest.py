@@ -4,6 +4,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# One of several workers (pytest -n): each has a core, and so have the processes that it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 # Triton decides at import whether it interprets: before anything imports it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

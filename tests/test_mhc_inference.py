@@ -167,9 +167,8 @@ def relative_rms(a: torch.Tensor, b: torch.Tensor) -> float:
     [
         (2, {}),
         (5, {}),
-        (2, {"residual_map": "identity"}),
+        (2, {"residual_map": "identity", "n_streams": 2}),
         (5, {"residual_map": "identity"}),
-        (3, {"n_streams": 2}),
     ],
     ids=str,
 )
@@ -184,8 +183,7 @@ def test_one_stream(n_tokens):
     Case(n_tokens=n_tokens, n_streams=1).check()
 
 
-@pytest.mark.parametrize("n_tokens", [2, 5])
-@pytest.mark.parametrize("residual_map", ["sinkhorn", "identity"])
+@pytest.mark.parametrize(("n_tokens", "residual_map"), [(2, "sinkhorn"), (5, "identity")])
 def test_sum_collapse(residual_map, n_tokens):
     Case(LAST, n_tokens=n_tokens, residual_map=residual_map, collapse="sum").check()
 
@@ -193,20 +191,18 @@ def test_sum_collapse(residual_map, n_tokens):
 @pytest.mark.parametrize(
     ("dtype", "index", "d", "n_tokens", "options"),
     [
-        (BF16, MIDDLE, 64, 1, {}),
-        (BF16, MIDDLE, 96, 3, {}),
-        (BF16, MIDDLE, 96, 17, {"n_streams": 2, "sinkhorn_iterations": 2}),
-        (BF16, MIDDLE, 72, 64, {"n_streams": 2, "residual_map": "identity"}),
-        (BF16, FIRST, 96, 1, {}),
-        (BF16, FIRST, 96, 5, {"n_streams": 2}),
-        (BF16, LAST, 96, 1, {}),
-        (BF16, LAST, 96, 17, {"collapse": "sum"}),
-        (BF16, MIDDLE, 2048, 1, {"n_streams": 2, "sinkhorn_iterations": 1}),
-        (BF16, MIDDLE, 64, 17, {"residual_map": "identity"}),
+        (BF16, MIDDLE, 96, 1, {}),
+        (BF16, MIDDLE, 72, 17, {"n_streams": 2, "sinkhorn_iterations": 2}),
+        (BF16, MIDDLE, 72, 33, {"n_streams": 1, "residual_map": "identity"}),
+        (BF16, MIDDLE, 40, 5, {"residual_map": "identity"}),
+        (BF16, FIRST, 96, 1, {"n_streams": 2}),
+        (BF16, FIRST, 40, 5, {"n_streams": 2}),
+        (BF16, LAST, 40, 1, {}),
+        (BF16, LAST, 40, 17, {"collapse": "sum", "n_streams": 2}),
+        (BF16, MIDDLE, 2048, 1, {"n_streams": 1, "sinkhorn_iterations": 1}),
         (FP16, MIDDLE, 72, 1, {"n_streams": 2}),
-        (FP16, MIDDLE, 72, 5, {}),
-        (FP32, MIDDLE, 96, 1, {}),
-        (FP32, MIDDLE, 64, 64, {"n_streams": 1}),
+        (FP16, MIDDLE, 40, 5, {"sinkhorn_iterations": 1}),
+        (FP32, MIDDLE, 96, 3, {"n_streams": 2}),
         (FP32, MIDDLE, 8, 5, {"sinkhorn_iterations": 1}),
     ],
     ids=lambda v: str(v).removeprefix("torch."),
@@ -225,11 +221,10 @@ def test_repeats_bitwise(n_tokens):
 @pytest.mark.parametrize(
     "launch",
     [
-        Launch(1, 8, 1, 4),
-        Launch(1, 128, 4, 4),
-        Launch(4, 16, 4, 8),
-        Launch(32, 64, 4, 4),
-        Launch(64, 16, 8, 4),
+        Launch(1, 8, 1, 4, 1),
+        Launch(4, 128, 4, 8),
+        Launch(32, 16, 4, 4),
+        Launch(64, 64, 8, 4, 2),
     ],
     ids=lambda v: f"{v.tokens}x{v.width}",
 )
@@ -239,10 +234,10 @@ def test_launches_do_not_change_the_result(launch, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize(("scale", "n_streams"), [(0.3, 4), (3.0, 4), (100.0, 4), (3.0, 2)])
+@pytest.mark.parametrize(("scale", "n_streams"), [(3.0, 4), (100.0, 4), (0.3, 2)])
 def test_sinkhorn(scale, n_streams):
     """Rows of H_res sum to 1; columns to what they do in the reference, which is not 1. Whatever the logits, all is finite."""
-    case = Case(scale=scale, n_streams=n_streams, sinkhorn_iterations=20)
+    case = Case(d=32, scale=scale, n_streams=n_streams, sinkhorn_iterations=20)
     actual, expected = case.run("flexible"), case.run("reference", torch.float64)
     assert all(t.isfinite().all() for t in actual.values())
     res = actual["res"].double()
@@ -255,7 +250,7 @@ def test_sinkhorn(scale, n_streams):
 
 def test_of_any_layout():
     """Expanded, sliced and transposed inputs."""
-    case = Case()
+    case = Case(n_tokens=2, n_streams=2)
     expected = case.run("flexible")
     case.state = tuple(torch.stack([t, t + 1], dim=-1)[..., 0] for t in case.state)
     case.y = case.y.transpose(0, 2).contiguous().transpose(0, 2)
@@ -284,7 +279,7 @@ def test_who_takes_a_call(calls, monkeypatch):
 
 def test_both_paths_agree(monkeypatch):
     """A prompt goes through the training kernels, its continuation through these."""
-    case = Case(n_tokens=5)
+    case = Case(d=24, n_tokens=5, n_streams=2)
     few = case.run("flexible")
     monkeypatch.setattr(ops, "MAX_TOKENS", 0)
     many = case.run("flexible")
@@ -301,6 +296,8 @@ def test_the_tuner(monkeypatch):
     """Its check finds an error of the kernels, and none without one; its chain is a chain of boundaries."""
     arguments = {"d": 16, "n_tokens": 2, "n": 2, "device": DEVICE.type, "dtype": FP32}
     arguments["sinkhorn_iterations"] = 2
+    # What it checks does not depend on how many tokens the kernels are taken for.
+    monkeypatch.setattr(ops, "MAX_TOKENS", 1)
     assert not tune.check(**arguments)["wrong"]
     for launches in map(tune.candidates, (1024, 2048), (1, 64)) if DEVICE.type == "cuda" else ():
         assert len(set(launches)) == len(launches)
@@ -324,10 +321,10 @@ def test_the_tuner(monkeypatch):
 def test_generation_equals_the_reference(options, calls, monkeypatch):
     """The prompt through the training kernels, and each step after it through these."""
     monkeypatch.setattr(ops, "MAX_TOKENS", 2)
-    ids = tokens(2, 4).to(DEVICE)
+    ids = tokens(2, 3).to(DEVICE)
     mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    n_new, n_boundaries = 4, 3
+    mask[0, :1] = 0
+    n_new, n_boundaries = 3, 3
     generation = GenerationConfig(
         pad_token_id=0, eos_token_id=VOCAB, max_new_tokens=n_new, use_cache=True
     )

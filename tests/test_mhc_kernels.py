@@ -182,8 +182,9 @@ def name_of(options: Any) -> str:
     return str(options).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("residual_map", ["sinkhorn", "identity"])
-@pytest.mark.parametrize("n_streams", [4, 2])
+@pytest.mark.parametrize(
+    ("n_streams", "residual_map"), [(4, "sinkhorn"), (2, "sinkhorn"), (2, "identity")]
+)
 @pytest.mark.parametrize("index", [FIRST, MIDDLE, LAST], ids=["first", "middle", "last"])
 def test_every_boundary(index, n_streams, residual_map):
     Case(index, n_streams=n_streams, residual_map=residual_map).check()
@@ -194,23 +195,23 @@ def test_one_stream(index):
     Case(index, n_tokens=3, n_streams=1).check()
 
 
-@pytest.mark.parametrize("n_streams", [4, 2])
-def test_sum_collapse(n_streams):
-    Case(LAST, n_streams=n_streams, collapse="sum").check()
+def test_sum_collapse():
+    Case(LAST, n_streams=2, collapse="sum").check()
 
 
 @pytest.mark.parametrize(
     ("dtype", "index", "d", "n_tokens", "options"),
     [
-        (torch.bfloat16, MIDDLE, 72, 19, {}),
+        (torch.bfloat16, MIDDLE, 40, 17, {"sinkhorn_iterations": 1}),
         (torch.bfloat16, MIDDLE, 16, 1, {"n_streams": 2}),
         (torch.bfloat16, MIDDLE, 40, 3, {"residual_map": "identity"}),
-        (torch.bfloat16, FIRST, 24, 17, {}),
-        (torch.bfloat16, LAST, 24, 17, {}),
+        (torch.bfloat16, FIRST, 24, 17, {"n_streams": 2}),
+        (torch.bfloat16, LAST, 24, 3, {}),
         (torch.bfloat16, LAST, 24, 5, {"collapse": "sum"}),
-        (torch.float16, MIDDLE, 24, 17, {}),
-        (torch.float16, MIDDLE, 72, 5, {"n_streams": 2, "residual_map": "identity"}),
-        (torch.float32, MIDDLE, 72, 19, {}),
+        (torch.float16, MIDDLE, 24, 5, {}),
+        (torch.float16, MIDDLE, 40, 5, {"n_streams": 2, "residual_map": "identity"}),
+        (torch.float32, MIDDLE, 72, 17, {"n_streams": 2}),
+        (torch.float32, FIRST, 24, 3, {"residual_map": "identity"}),
         (torch.float32, MIDDLE, 16, 16, {"n_streams": 2, "sinkhorn_iterations": 1}),
     ],
     ids=name_of,
@@ -220,7 +221,7 @@ def test_dtypes_and_shapes(dtype, index, d, n_tokens, options):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU takes these products in all BF16 tests")
-@pytest.mark.parametrize(("index", "n_streams"), [(FIRST, 4), (MIDDLE, 4), (MIDDLE, 1), (LAST, 2)])
+@pytest.mark.parametrize(("index", "n_streams"), [(FIRST, 2), (MIDDLE, 4), (MIDDLE, 1), (LAST, 2)])
 def test_products_of_bf16_terms(index, n_streams, monkeypatch):
     """The GPU's way for BF16, with the interpreter taught what it lacks."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -243,25 +244,24 @@ def test_products_of_bf16_terms(index, n_streams, monkeypatch):
     monkeypatch.setattr(ops, "_has_bf16_products", lambda device: True)
     ops.forget_plans()
     try:
-        case = Case(index, 40, 17, torch.bfloat16, n_streams=n_streams)
+        case = Case(index, 40, 17, torch.bfloat16, n_streams=n_streams, sinkhorn_iterations=2)
         assert ops._plan(case.build("flexible").options_code, 40, -1, torch.bfloat16).bf16
         case.check()
     finally:
         ops.forget_plans()
 
 
-@pytest.mark.parametrize("scale", [2.0, 3.0])
-def test_logits_of_a_trained_model(scale):
+def test_logits_of_a_trained_model():
     """Far from converged: the gradient must be that of 20 iterations, not of their limit."""
-    # FP32's own error grows with the logits: the reference's is 4e-6 at a scale of 3.
-    Case(scale=scale, n_tokens=17, sinkhorn_iterations=20).check(widened=2.0)
+    # FP32's own error grows with the logits: the reference's is 4e-6 at this scale.
+    Case(scale=3.0, sinkhorn_iterations=20).check(widened=2.0)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("scale", [0.3, 3.0, 60.0])
+@pytest.mark.parametrize("scale", [3.0, 60.0])
 def test_coefficients(scale):
     """Rows of H_res sum to 1; columns to what they do in the reference, which is not 1."""
-    case = Case(scale=scale, n_tokens=16, sinkhorn_iterations=20)
+    case = Case(scale=scale, d=16, sinkhorn_iterations=20)
     actual, expected = case.run("flexible").named(), case.run("reference", torch.float64).output
     assert all(t.isfinite().all() for t in actual.values())
     res = actual["output res"].double()
@@ -280,37 +280,36 @@ def test_post_is_one_without_a_map():
 
 
 @pytest.mark.parametrize(
-    "launches",
+    ("n_tokens", "launches"),
     [
-        Launches(
-            Forward(16, 16, 16, 1),
-            Collapse(1, 1),
-            Rows(1, 1),
-            Backward(16, 16, 1),
-            Phi(16, 16, 1, 1),
+        (
+            17,
+            Launches(
+                Forward(16, 16, 1),
+                Collapse(1, 1),
+                Rows(1, 1),
+                Backward(16, 16, 1),
+                Phi(16, 16, 1, 1),
+            ),
         ),
-        Launches(
-            Forward(32, 32, 1, 4, stages=2),
-            Collapse(8, 2),
-            Rows(2, 5, stages=3),
-            Backward(32, 16, 2, stages=3),
-            Phi(32, 16, 2, 5, stages=3),
-        ),
-        Launches(
-            Forward(32, 16, 2, 4, fused=True),
-            Collapse(1, 1),
-            Rows(1, 2),
-            Backward(16, 16, 2, by_chunks=True, programs_per_sm=5),
-            Phi(16, 16, 1, 1),
+        (
+            33,
+            Launches(
+                Forward(32, 32, 4, stages=2),
+                Collapse(8, 2),
+                Rows(2, 5, stages=3),
+                Backward(32, 16, 2, stages=3),
+                Phi(32, 16, 2, 5, stages=3),
+            ),
         ),
     ],
-    ids=["small", "large", "fused, by chunks"],
+    ids=["small", "large"],
 )
-def test_launches_do_not_change_the_result(launches, monkeypatch):
+def test_launches_do_not_change_the_result(n_tokens, launches, monkeypatch):
     monkeypatch.setattr(launch_table, "launches", lambda *key: launches)
     ops.forget_plans()
     try:
-        Case(n_tokens=33, n_streams=2).check()
+        Case(n_tokens=n_tokens, n_streams=2, sinkhorn_iterations=1).check()
     finally:
         ops.forget_plans()
 
@@ -321,7 +320,7 @@ def test_layouts_of_the_inputs():
     def strided(t: torch.Tensor) -> torch.Tensor:
         return torch.stack([t, torch.full_like(t, float("nan"))], dim=-1)[..., 0]
 
-    case = Case(n_streams=2)
+    case = Case(n_tokens=3, n_streams=2)
     assert not strided(case.sources["y"]).is_contiguous()
     case.check(layout=strided)
     module = case.build("flexible")
@@ -369,7 +368,7 @@ def test_gradient_of_one_output(used, monkeypatch):
 
 
 def test_repeats_bitwise():
-    case = Case(d=24, n_tokens=33, dtype=torch.bfloat16, n_streams=2)
+    case = Case(n_tokens=17, dtype=torch.bfloat16, n_streams=2, sinkhorn_iterations=1)
     first, second = case.run("flexible").named(), case.run("flexible").named()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -390,8 +389,11 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("index", [FIRST, MIDDLE, LAST], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    ("index", "dtype"),
+    [(FIRST, torch.float32), (MIDDLE, torch.bfloat16), (LAST, torch.float32)],
+    ids=name_of,
+)
 def test_registered_ops(index, dtype):
     """Schema, fake and autograd agree, with static shapes."""
     case = Case(index, 8, 2, dtype, n_streams=2, sinkhorn_iterations=2)
@@ -408,7 +410,7 @@ def test_registered_ops(index, dtype):
 @pytest.mark.parametrize("index", [FIRST, MIDDLE, LAST], ids=["first", "middle", "last"])
 def test_compiled_in_one_graph(index, monkeypatch):
     """Traced code takes the ops, eager code the autograd functions; their results are the same."""
-    case = Case(index, n_streams=2)
+    case = Case(index, d=8, n_tokens=2, n_streams=2, sinkhorn_iterations=1)
     expected = case.run("flexible").named()
 
     def no_function(*args):
@@ -429,7 +431,7 @@ def test_compiled_in_one_graph(index, monkeypatch):
 
 
 def test_activation_checkpointing():
-    case = Case(n_streams=2)
+    case = Case(n_tokens=2, n_streams=2, sinkhorn_iterations=1)
     expected = case.run("flexible").named()
     build = case.build
 
@@ -445,8 +447,10 @@ def test_activation_checkpointing():
 
 
 def flexible_model(backend: str = "flexible", **options: Any) -> Any:
-    config = HyperConnectionsConfig(backend=DepthBackend(backend), **options)
-    model = build_model(tiny_config(config, n_layers=2)).to(DEVICE)
+    config = HyperConnectionsConfig(
+        backend=DepthBackend(backend), **{"sinkhorn_iterations": 2, **options}
+    )
+    model = build_model(tiny_config(config, n_layers=1)).to(DEVICE)
     randomize_boundaries(model)
     return model
 
@@ -467,20 +471,20 @@ def test_model_equals_reference(options):
 
 def test_autocast():
     """The streams are BF16, the maps, the boundary's parameters and their gradients FP32."""
-    model = flexible_model(sinkhorn_iterations=3)
+    model = flexible_model(n_streams=2)
     ids = tokens(1, 3).to(DEVICE)
     states: list = []
     model.final_boundary.register_forward_hook(lambda m, args, out: states.extend(args[0]))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         logits, grads = logits_and_gradients(model, ids)
     assert [s.dtype for s in states] == [torch.bfloat16, torch.float32, torch.float32]
-    exact, _ = logits_and_gradients(flexible_model("reference", sinkhorn_iterations=3), ids)
+    exact, _ = logits_and_gradients(flexible_model("reference", n_streams=2), ids)
     assert relative_rms(logits, exact) < 0.03
-    assert grads["blocks.1.attention_boundary.phi"].dtype == torch.float32
+    assert grads["blocks.0.attention_boundary.phi"].dtype == torch.float32
 
 
 def test_recording_runs_the_reference():
-    model = flexible_model(sinkhorn_iterations=3)
+    model = flexible_model(n_streams=2)
     model(tokens(1, 3).to(DEVICE))
     records = model.record(tokens(1, 3).to(DEVICE))
     assert "res" in records[1].coefficients
@@ -513,15 +517,25 @@ def test_the_nearest_launch_row_is_taken_and_named_once(monkeypatch):
     monkeypatch.setattr(launch_table, "log_once", said.append)
     row = launch_table.launches(90, torch.bfloat16, 1024, 4)
     assert row == launch_table.TABLE[90, torch.bfloat16, 1024, 4] and not said
-    assert launch_table.launches(100, torch.bfloat16, 1024, 4) == row
-    assert "sm_100, bfloat16, d=1024, n=4" in said[0] and "sm_90, bfloat16, d=1024" in said[0]
-    small = launch_table.launches(89, torch.bfloat16, 1024, 4)
-    assert small.backward == replace(row.backward, stages=1) and small.collapse == row.collapse
-    said.pop(1)
     wide = launch_table.launches(90, torch.bfloat16, 8192, 4)
-    assert "d=2048" in said[1] and wide.forward.rows == 1
+    assert "sm_90, bfloat16, d=8192, n=4" in said[0] and "sm_90, bfloat16, d=2048" in said[0]
+    assert wide.forward == row.forward and wide.collapse == Collapse(1, 16)
     fp32 = launch_table.launches(90, torch.float32, 1000, 4)
-    assert "d=1024" in said[2] and fp32.forward.tokens == 32 and fp32.backward.tokens == 16
+    assert "d=1024" in said[1] and fp32.forward == Forward(32, 16, 8) and fp32.backward.tokens == 16
+    fp16 = launch_table.launches(90, torch.float16, 512, 2)
+    assert "d=512" in said[2] and fp16.forward == Forward(64, 16, 8) and fp16.collapse.rows == 4
+
+
+def test_launches_fit_other_architectures(monkeypatch):
+    """Shared memory, and what Triton compiles."""
+    monkeypatch.setattr(launch_table, "log_once", lambda text: None)
+    row = launch_table.launches(90, torch.bfloat16, 1024, 4)
+    found = {a: launch_table.launches(a, torch.bfloat16, 1024, 4) for a in (80, 89, 100, 120)}
+    assert all(other.collapse == row.collapse for other in found.values())
+    assert found[80].backward == replace(row.backward, width=row.backward.width // 2)
+    assert found[89].backward == replace(row.backward, stages=1) and found[89].phi.stages == 1
+    assert found[100] == replace(row, forward=replace(row.forward, stages=1))
+    assert found[120] == found[89]
 
 
 def identity_model(**options: Any) -> Any:

@@ -1,8 +1,8 @@
 """
 Triton kernels of an mHC boundary for few tokens, as in a decode step. Forward only; the maths is that of :mod:`..reference`.
 
-The training forward gives a program 32 tokens and all that belongs to them. With one token, a single multiprocessor then reads the
-whole of ``phi`` (786 KB at D = 2048, N = 4) and mixes all streams alone: 90 us a boundary on an H200. Here the width is cut into
+The training forward gives a program 64 tokens and all that belongs to them. With one token, a single multiprocessor then reads the
+whole of ``phi`` (786 KB at D = 2048, N = 4) and mixes all streams alone: 108 us a boundary on an H200. Here the width is cut into
 chunks, a program each, and a second kernel, which needs the sums over all of them, finishes:
 
 1. :func:`mix_kernel`, program (chunk, tile of tokens): the new streams of the chunk, and what they add to their product with
@@ -224,7 +224,7 @@ def largest(values, START: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
 def sinkhorn_of_scalars(logits, ITERATIONS: tl.constexpr, N: tl.constexpr, NATIVE: tl.constexpr):
     """
     ``H_res`` from ``N * N`` scalar logits in units of ln 2, all in one thread: a sum is then N - 1 additions, not an exchange
-    between threads. The first iteration is in the log domain, for the reason given at :func:`.kernels.sinkhorn_start`; after it
+    between threads. The first iteration is in the log domain, for the reason given at :func:`.kernels.normalize_first`; after it
     the matrix is ``u_i E_ij v_j``, and only u and v change. Neither leaves [4^-20, 4^20].
     """
     columns = ()

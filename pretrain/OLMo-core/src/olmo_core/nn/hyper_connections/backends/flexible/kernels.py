@@ -1,18 +1,23 @@
 """
 Triton kernels of mHC's ``flexible`` backend. The maths is that of :mod:`..reference`.
 
-Everything is bound by memory, so what counts is how often a token's ``[N, D]`` streams cross the bus.
+Everything is bound by memory, so what counts is how often a token's ``[N, D]`` streams cross the bus; a unit is ``D`` numbers
+for each token.
 
-Forward: :func:`boundary_forward_kernel` mixes the streams of ``BT`` tokens chunk by chunk and accumulates their product with
-``phi`` on the tensor cores. Collapsing the new streams needs all of the product. Either the same program does it, reading
-them once more, from L2 if the tiles of all programs fit there (``FUSED``), or :func:`collapse_kernel` does, from the last
-token to the first, since the last are what L2 still holds.
+Forward, 3N + 2 units: :func:`boundary_forward_kernel` mixes the streams of ``BT`` tokens, ``BD`` columns at a time, and
+accumulates their product with ``phi`` on the tensor cores (2N + 1). Collapsing the new streams needs all of the product:
+:func:`collapse_kernel` does it, from the last token to the first, since the last are what L2 still holds (N + 1). So tiles
+are as large as the reading of ``phi`` wants, 64 tokens, while a program that collapses has a token or two.
 
-Backward: :func:`rows_backward_kernel` does what depends on whole rows (norm, collapse, maps, Sinkhorn). What does not has two
-forms. By tokens: :func:`streams_backward_kernel` gives the gradients of the streams, with a tile of tokens for each program
-and their coefficients in its registers, and :func:`phi_backward_kernel` that of ``phi``, from one more reading of the
-streams. By chunks: :func:`boundary_backward_kernel` does both, with one chunk of the width for each program, so that its
-part of ``phi`` and of ``d_phi`` stays on chip. :func:`finish_kernel` sums partial results.
+Backward, 6N + 4 units: :func:`rows_backward_kernel` does what depends on whole rows (norm, collapse, gates; N + 1).
+:func:`streams_backward_kernel`, which needs its results, gives the gradients of the streams, with a tile of tokens for each
+program, so that their coefficients and the sums over the width for ``post`` and ``res`` stay in its registers (4N + 3).
+:func:`phi_backward_kernel` gives that of ``phi`` (N). Programs with a chunk of the width each could do both from one reading,
+but their sums for ``post`` and ``res`` would go through memory: 356 us against 279 at D = 1024. :func:`finish_kernel` sums
+partial results.
+
+The maps of a token, forward and backward, are in one thread, in programs of their own beside those for rows: no reduction
+crosses threads, and 40 normalisations, each waiting for the one before, hold up nothing else.
 
 The loops over tiles are pipelined by Triton with ``STAGES - 1`` tiles in shared memory: with 2 stages a tile is loaded
 after the one before has been used up, so that only 3 or more hide the latency of memory.
@@ -32,7 +37,6 @@ Layouts in memory (row-major), FP32 where not said::
                     the other maps;
                     [programs, D + N + 1] sums of each program for the gain, and for bias and alpha of the gates;
                     [map programs, COLUMNS - N + 2] the same for the other maps;
-                    [chunks, M, N] and [chunks, M, N * N] sums for post and res, of the form by chunks;
                     [ITERATIONS, N, M] row scalings of the Sinkhorn iteration
     d_parameters    [N * D, COLUMNS] phi; [D] gain; [COLUMNS] bias; [alphas]
 
@@ -116,19 +120,6 @@ def reciprocal(v, BF16: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn_start(logits):
-    """
-    The first iteration, in the log domain: columns, then rows, of ``[BT, N, N]``. Whatever the logits, every row now sums
-    to 1 and every column to at least 1 / N, so that no later factor leaves [1 / N, N]: the other iterations may multiply
-    instead of taking logarithms, and an entry that underflows here could not have grown to matter.
-    """
-    columns = logits - tl.max(logits, axis=1)[:, None, :]
-    columns -= tl.log(tl.sum(tl.exp(columns), axis=1))[:, None, :]
-    rows = tl.exp(columns - tl.max(columns, axis=2)[:, :, None])
-    return tl.exp(columns), rows * (1.0 / tl.sum(rows, axis=2))[:, :, None]
-
-
-@triton.jit
 def join_streams(tiles, N: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """``N`` tiles ``[BT, BD]`` as one ``[BT, BD * N]``, the stream as the faster index: a thread's own values side by side."""
     if N == 1:
@@ -138,12 +129,6 @@ def join_streams(tiles, N: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     else:
         pairs = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
         return tl.reshape(pairs, [BT, BD * 4])
-
-
-@triton.jit
-def sum_streams(tiles, N: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """The sums of ``N`` tiles ``[BT, BD]`` over the columns, ``[BT, N]``: one result to store, since each costs a barrier."""
-    return tl.sum(tl.reshape(join_streams(tiles, N, BT, BD), [BT, BD, N]), axis=1)
 
 
 @triton.jit
@@ -168,13 +153,7 @@ def boundary_forward_kernel(
     post,  # [M, N] or None
     res,  # [M, N, N] or None
     phi,
-    alpha,  # [alphas] or None
-    bias,  # [COLUMNS] or None
-    norm_weight,  # [D]
     streams_out,  # [M, N, D]
-    x,  # [M, D]
-    post_out,  # [M, N] or None
-    res_out,  # [M, N, N] or None
     saved,
     n_tokens,
     eps,
@@ -183,19 +162,13 @@ def boundary_forward_kernel(
     COLUMNS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     NEXT: tl.constexpr,
-    ITERATIONS: tl.constexpr,
     BF16: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,  # power of two >= 16 and COLUMNS
-    ROWS: tl.constexpr,  # tokens whose whole rows are held at once
-    BW: tl.constexpr,  # power of two >= D
     STAGES: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
-    """
-    The new streams, their products with ``phi`` and their RMS; if ``FUSED``, also all that :func:`collapse_kernel` does.
-    """
+    """The new streams, their products with ``phi`` and their RMS: one tile of tokens for each program."""
     first = tl.program_id(0).to(tl.int64) * BT
     tok = first + tl.arange(0, BT)
     mask_t = tok < n_tokens
@@ -205,7 +178,6 @@ def boundary_forward_kernel(
     inner = tl.arange(0, BD * N)
     terms = tl.arange(0, 2 * BN)
     rstd_at = saved + wide(n_tokens) * COLUMNS
-    gates_at = rstd_at + 2 * wide(n_tokens)
     if PREVIOUS != "first":
         posts = load_scalars(post + tok * N, mask_t, N)
         in_rows = streams + tok[:, None] * (N * D)
@@ -267,7 +239,6 @@ def boundary_forward_kernel(
                 )
             squares += tl.sum(square, axis=1)
 
-    i = tl.arange(0, N)
     if NEXT != "sum":
         if BF16:
             products = tl.sum(tl.reshape(products, [BT, 2, BN]), axis=1)
@@ -275,65 +246,6 @@ def boundary_forward_kernel(
             saved + tok[:, None] * COLUMNS + c[None, :], products, mask=mask_t[:, None] & mask_c
         )
         tl.store(rstd_at + tok, tl.rsqrt(squares / (N * D) + eps), mask=mask_t)
-    if FUSED:
-        if NEXT != "sum":
-            # From here on threads read what others of the program have written.
-            tl.debug_barrier()
-            rstd = tl.load(rstd_at + tok, mask=mask_t, other=0.0)
-            at = tok[:, None] * COLUMNS + i[None, :]
-            z = tl.load(saved + at, mask=mask_t[:, None], other=0.0) * rstd[:, None]
-            z = tl.load(alpha).to(tl.float32) * z + tl.load(bias + i).to(tl.float32)[None, :]
-            tl.store(gates_at + tok[:, None] * N + i[None, :], tl.sigmoid(z), mask=mask_t[:, None])
-        tl.debug_barrier()
-
-        dw = tl.arange(0, BW)
-        mask_w = dw < D
-        gain = tl.load(norm_weight + dw, mask=mask_w, other=0.0).to(tl.float32)[None, :]
-        for sub in tl.range(0, BT, ROWS):
-            r = sub + tl.arange(0, ROWS)
-            mask_r = r < n_tokens - first
-            if D == BW:
-                mask = mask_r[:, None]
-            else:
-                mask = mask_r[:, None] & mask_w[None, :]
-            h = tl.zeros([ROWS, BW], tl.float32)
-            if NEXT != "sum":
-                gates = load_scalars(gates_at + first * N + r * N, mask_r, N)
-            for k in tl.static_range(N):
-                s = tl.load(
-                    streams_out + first * (N * D) + (r[:, None] * (N * D) + (k * D + dw)[None, :]),
-                    mask=mask,
-                    other=0.0,
-                )
-                if NEXT == "sum":
-                    h += widen(s, BF16)
-                else:
-                    h += gates[k] * widen(s, BF16)
-            rstd_h = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
-            tl.store(rstd_at + n_tokens + first + r, rstd_h, mask=mask_r)
-            h = narrow(h * rstd_h[:, None] * gain, y.dtype.element_ty, BF16)
-            tl.store(x + first * D + (r[:, None] * D + dw[None, :]), h, mask=mask)
-
-        if (NEXT == "sinkhorn") or (NEXT == "identity"):
-            z = tl.load(saved + at + N, mask=mask_t[:, None], other=0.0) * rstd[:, None]
-            z = (
-                tl.load(alpha + 1).to(tl.float32) * z
-                + tl.load(bias + N + i).to(tl.float32)[None, :]
-            )
-            tl.store(
-                post_out + tok[:, None] * N + i[None, :], 2.0 * tl.sigmoid(z), mask=mask_t[:, None]
-            )
-        if NEXT == "sinkhorn":
-            entry = i[:, None] * N + i[None, :]
-            mask_m = mask_t[:, None, None]
-            at = tok[:, None, None] * COLUMNS + (2 * N + entry)[None, :, :]
-            b = tl.load(bias + 2 * N + entry).to(tl.float32)[None, :, :]
-            z = tl.load(saved + at, mask=mask_m, other=0.0) * rstd[:, None, None]
-            _, m = sinkhorn_start(tl.load(alpha + 2).to(tl.float32) * z + b)
-            for _ in tl.range(1, ITERATIONS):
-                m *= reciprocal(tl.sum(m, axis=1), BF16)[:, None, :]
-                m *= reciprocal(tl.sum(m, axis=2), BF16)[:, :, None]
-            tl.store(res_out + tok[:, None, None] * (N * N) + entry[None, :, :], m, mask=mask_m)
 
 
 @triton.jit
@@ -359,8 +271,12 @@ def normalize_rows(e, u, N: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def normalize_first(logits, N: tl.constexpr):
-    """:func:`sinkhorn_start` on a tuple of a vector over tokens for each entry."""
-    columns = logits
+    """
+    The first iteration, in the log domain: columns, then rows, of a tuple of a vector over tokens for each entry; the results
+    of both. Whatever the logits, every row now sums to 1 and every column to at least 1 / N, so that no later factor leaves
+    [1 / N, N]: the other iterations may multiply instead of taking logarithms, and an entry that underflows here could not
+    have grown to matter.
+    """
     shift = ()
     for c in tl.static_range(N):
         top = logits[c]
@@ -565,12 +481,11 @@ def scratch_places(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BM: tl.constexpr,
 ):
     """
-    Where the sums for phi, the norm's mean, the RMS's part, the programs' sums, those of the maps' programs, the sums for
-    post and res, and the Sinkhorn scalings begin; Q is first.
+    Where the sums for phi, the norm's mean, the RMS's part, the programs' sums, those of the maps' programs, and the
+    Sinkhorn scalings begin; Q is first.
     """
     m = wide(n_tokens)
     maps = scratch + m * COLUMNS
@@ -578,12 +493,10 @@ def scratch_places(
     pull = mean + m
     sums = pull + 2 * m
     map_sums = sums + wide(n_programs) * (D + N + 1)
-    posts = map_sums
+    scalings = map_sums
     if COLUMNS > N:
-        posts += tl.cdiv(m, BM) * (COLUMNS - N + 2)
-    mixes = posts + m * (CHUNKS * N)
-    scalings = mixes + m * (CHUNKS * N * N)
-    return maps, mean, pull, sums, map_sums, posts, mixes, scalings
+        scalings += tl.cdiv(m, BM) * (COLUMNS - N + 2)
+    return maps, mean, pull, sums, map_sums, scalings
 
 
 @triton.jit
@@ -859,7 +772,6 @@ def rows_backward_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     NEXT: tl.constexpr,
     ITERATIONS: tl.constexpr,
@@ -874,8 +786,8 @@ def rows_backward_kernel(
     order that never changes.
     """
     pid = tl.program_id(0)
-    _, mean_at, pull_at, sums_at, map_sums_at, _, _, scalings = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
+    _, mean_at, pull_at, sums_at, map_sums_at, scalings = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, BM
     )
     maps = 0
     if (NEXT == "sinkhorn") or (NEXT == "identity"):
@@ -890,183 +802,6 @@ def rows_backward_kernel(
             pid - maps, streams_out, alpha, norm_weight, saved, d_x, scratch, mean_at, pull_at,
             sums_at, n_tokens, n_programs, D, N, COLUMNS, PREVIOUS, NEXT, BF16, BW, STAGES,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits", "tokens_per_split"])
-def boundary_backward_kernel(
-    streams,  # [M, N, D] or None: the first boundary
-    y,  # [M, D]
-    post,  # [M, N] or None
-    res,  # [M, N, N] or None
-    streams_out,  # [M, N, D]
-    phi,
-    norm_weight,
-    saved,
-    d_streams_out,  # [M, N, D] or None: not used
-    d_x,  # [M, D]
-    d_y,  # [M, D]
-    d_streams,  # [M, N, D] or None
-    scratch,
-    n_tokens,
-    n_programs,
-    n_splits,
-    tokens_per_split,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PREVIOUS: tl.constexpr,
-    NEXT: tl.constexpr,
-    BF16: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """
-    The gradients of the streams, of ``y`` and of ``phi``, and parts of those of ``post`` and ``res``: one chunk of the
-    width and one split of the tokens for each program.
-    """
-    chunk = tl.program_id(0)
-    split = tl.program_id(1).to(tl.int64)
-    q_at = scratch
-    maps, mean_at, pull_at, _, _, d_posts, d_mixes, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
-    )
-    d_posts += wide(chunk) * n_tokens * N
-    d_mixes += wide(chunk) * n_tokens * (N * N)
-    rstd_h_at = saved + wide(n_tokens) * (COLUMNS + 1)
-    gates_at = rstd_h_at + n_tokens
-    dd = chunk * BD + tl.arange(0, BD)
-    mask_d = dd < D
-    c = tl.arange(0, BN)
-    mask_c = c < COLUMNS
-    gain = tl.load(norm_weight + dd, mask=mask_d, other=0.0).to(tl.float32)[None, :]
-    i = tl.arange(0, N)
-    entry = tl.arange(0, N * N)
-    inner = tl.arange(0, BD * N)
-    column = chunk * BD + inner // N
-    # Rows of phi, the stream faster, as columns: [BN, BD * N].
-    w_at = ((inner % N) * D + column)[None, :] * COLUMNS + c[:, None]
-    mask_w = (column < D)[None, :] & mask_c[:, None]
-    if NEXT != "sum":
-        w = tl.load(phi + w_at, mask=mask_w, other=0.0).to(tl.float32)
-    d_maps = tl.zeros([BN, BD * N], tl.float32)
-
-    start = split * tokens_per_split
-    end = tl.minimum(start + tokens_per_split, n_tokens)
-    r = tl.arange(0, BT)
-    # Places in a tile, in 32 bits; where the tile begins is one number for the whole program.
-    in_row = r[:, None] * D + dd[None, :]
-    in_streams = r[:, None] * (N * D) + dd[None, :]
-    for block in tl.range(start, end, BT, num_stages=STAGES):
-        mask_t = r < end - block
-        if D % BD == 0:
-            mask = mask_t[:, None]
-        else:
-            mask = mask_t[:, None] & mask_d[None, :]
-        g = tl.load(d_x + block * D + in_row, mask=mask, other=0.0)
-        v = tl.load(y + block * D + in_row, mask=mask, other=0.0)
-        new = ()
-        for k in tl.static_range(N):
-            if PREVIOUS == "first":
-                new += (v,)
-            else:
-                at = streams_out + block * (N * D) + (in_streams + k * D)
-                new += (tl.load(at, mask=mask, other=0.0),)
-        rstd_h = tl.load(rstd_h_at + block + r, mask=mask_t, other=0.0)[:, None]
-        mean = tl.load(mean_at + block + r, mask=mask_t, other=0.0)[:, None]
-        if NEXT != "sum":
-            gates = load_scalars(gates_at + block * N + r * N, mask_t, N)
-            pull = tl.load(pull_at + block + r, mask=mask_t, other=0.0)[:, None]
-            if NEXT != "gate":
-                pull += tl.load(pull_at + n_tokens + block + r, mask=mask_t, other=0.0)[:, None]
-            q = tl.load(
-                q_at + block * COLUMNS + (r[:, None] * COLUMNS + c[None, :]),
-                mask=mask_t[:, None] & mask_c[None, :],
-                other=0.0,
-            )
-            joined = join_streams(new, N, BT, BD)
-            if BF16:
-                # BF16 gradients: TF32's rounding of their smaller part is far below theirs. For the sum over tokens the
-                # streams are exact in BF16 and two terms hold Q to 2^-17.
-                parts = tl.dot(q, w, input_precision="tf32")
-                high = narrow(q, tl.bfloat16, BF16)
-                d_maps = tl.dot(tl.trans(high), joined, d_maps)
-                low = narrow(q - widen(high, BF16), tl.bfloat16, BF16)
-                d_maps = tl.dot(tl.trans(low), joined, d_maps)
-            else:
-                parts = tl.dot(q, w, input_precision="tf32x3")
-                d_maps = tl.dot(
-                    tl.trans(q), joined.to(tl.float32), d_maps, input_precision="tf32x3"
-                )
-            parts = split_streams(parts, N, BT, BD)
-
-        # After the products, whose barriers no load passes: there are not registers for everything at once.
-        if PREVIOUS != "first":
-            old = load_each(streams + block * (N * D), in_streams, mask, N, D)
-            posts = load_scalars(post + block * N + r * N, mask_t, N)
-        if PREVIOUS == "sinkhorn":
-            mixes = load_scalars(res + block * (N * N) + r * (N * N), mask_t, N * N)
-
-        h = tl.zeros([BT, BD], tl.float32)
-        for k in tl.static_range(N):
-            if NEXT == "sum":
-                h += widen(new[k], BF16)
-            else:
-                h += gates[k] * widen(new[k], BF16)
-        dh = widen(g, BF16) * (gain * rstd_h) - h * mean
-
-        v = widen(v, BF16)
-        dv = tl.zeros([BT, BD], tl.float32)
-        d_new = ()
-        for k in tl.static_range(N):
-            if NEXT == "sum":
-                d = dh
-            else:
-                d = gates[k] * dh - pull * widen(new[k], BF16) + parts[k]
-            if d_streams_out is not None:
-                # Here, not above: the registers for one more tile of each stream are not there.
-                at = d_streams_out + block * (N * D) + (in_streams + k * D)
-                given = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-                d += widen(given, BF16)
-            if PREVIOUS == "first":
-                dv += d
-            else:
-                dv += posts[k] * d
-            if PREVIOUS == "identity":
-                at = d_streams + block * (N * D) + (in_streams + k * D)
-                tl.store(at, narrow(d, streams.dtype.element_ty, BF16), mask=mask)
-            d_new += (d,)
-        dv = narrow(dv, y.dtype.element_ty, BF16)
-        tl.store(d_y + block * D + in_row, dv, mask=mask)
-
-        if PREVIOUS != "first":
-            for_posts = ()
-            for k in tl.static_range(N):
-                for_posts += (d_new[k] * v,)
-            sums = sum_streams(for_posts, N, BT, BD)
-            at = d_posts + block * N + (r[:, None] * N + i[None, :])
-            tl.store(at, sums, mask=mask_t[:, None])
-        if PREVIOUS == "sinkhorn":
-            for_mixes = ()
-            for j in tl.static_range(N):
-                before = widen(old[j], BF16)
-                d_old = mixes[j] * d_new[0]
-                for_column = (d_new[0] * before,)
-                for k in tl.static_range(1, N):
-                    d_old += mixes[k * N + j] * d_new[k]
-                    for_column += (d_new[k] * before,)
-                at = d_streams + block * (N * D) + (in_streams + j * D)
-                tl.store(at, narrow(d_old, streams.dtype.element_ty, BF16), mask=mask)
-                for_mixes += (sum_streams(for_column, N, BT, BD),)
-            sums = join_streams(for_mixes, N, BT, N)
-            at = d_mixes + block * (N * N) + (r[:, None] * (N * N) + entry[None, :])
-            tl.store(at, sums, mask=mask_t[:, None])
-
-    if NEXT != "sum":
-        tl.store(maps + split * (N * D * COLUMNS) + w_at, d_maps, mask=mask_w)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_programs", "n_splits"])
@@ -1092,7 +827,6 @@ def streams_backward_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     NEXT: tl.constexpr,
     BF16: tl.constexpr,
@@ -1103,8 +837,8 @@ def streams_backward_kernel(
     STAGES: tl.constexpr,
 ):
     """The gradients of the streams, of ``y``, of ``post`` and of ``res``: one tile of tokens for each program."""
-    _, mean_at, pull_at, _, _, _, _, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
+    _, mean_at, pull_at, _, _, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, BM
     )
     # The last tokens first: they are what L2 still holds of the streams, which the kernel before read.
     first = (wide(tl.num_programs(0)) - 1 - tl.program_id(0)) * BT
@@ -1260,7 +994,6 @@ def phi_backward_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PREVIOUS: tl.constexpr,
     BF16: tl.constexpr,
     BT: tl.constexpr,
@@ -1273,9 +1006,7 @@ def phi_backward_kernel(
     SLICES: tl.constexpr = (D + BD - 1) // BD
     stream = tl.program_id(0) // SLICES
     split = tl.program_id(1).to(tl.int64)
-    maps, _, _, _, _, _, _, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
-    )
+    maps, _, _, _, _, _ = scratch_places(scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, BM)
     dd = (tl.program_id(0) % SLICES) * BD + tl.arange(0, BD)
     mask_d = dd < D
     c = tl.arange(0, BN)
@@ -1343,24 +1074,21 @@ def sum_rows(rows, s, n_rows, COUNT, STRIDE: tl.constexpr, BP: tl.constexpr, BS:
 def finish_kernel(
     scratch,
     d_parameters,
-    d_post,  # [M, N] or None
-    d_res,  # [M, N, N] or None
     n_tokens,
     n_programs,
     n_splits,
     D: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     NEXT: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
     BP: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Sum what programs, splits and chunks left, in a fixed order: first the programs' part of the grid, and so on."""
-    maps, _, _, sums, map_sums, posts, mixes, _ = scratch_places(
-        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, CHUNKS, BM
+    """Sum what programs and splits left, in a fixed order: first the programs' part of the grid, and so on."""
+    maps, _, _, sums, map_sums, _ = scratch_places(
+        scratch, n_tokens, n_programs, n_splits, D, N, COLUMNS, BM
     )
     pid = tl.program_id(0)
     # Sums of the programs for rows, of those for the maps, and of the splits; out: gain, bias, alpha.
@@ -1368,7 +1096,6 @@ def finish_kernel(
     OTHER: tl.constexpr = COLUMNS - N + (1 if NEXT == "identity" else 2)
     OTHERS: tl.constexpr = 1 if ((NEXT == "sinkhorn") or (NEXT == "identity")) else 0
     ROW_BLOCKS: tl.constexpr = (OWN + BS - 1) // BS
-    MAP_BLOCKS: tl.constexpr = (N * D * COLUMNS + BLOCK - 1) // BLOCK
     out = d_parameters + N * D * COLUMNS
     if pid < ROW_BLOCKS:
         s = pid * BS + tl.arange(0, BS)
@@ -1379,16 +1106,6 @@ def finish_kernel(
         s = tl.arange(0, BS)
         acc = sum_rows(map_sums, s, tl.cdiv(n_tokens, BM), OTHER, COLUMNS - N + 2, BP, BS)
         tl.store(out + D + N + s + tl.where(s < COLUMNS - N, 0, 1), acc, mask=s < OTHER)
-    elif pid < ROW_BLOCKS + OTHERS + MAP_BLOCKS:
+    else:
         block = pid - ROW_BLOCKS - OTHERS
         sum_parts(maps, d_parameters, block, N * D * COLUMNS, n_splits, N * D * COLUMNS, BLOCK)
-    else:
-        if (CHUNKS > 0) and (d_post is not None):
-            n = wide(n_tokens) * N
-            post_blocks = tl.cdiv(n, BLOCK)
-            block = pid - ROW_BLOCKS - OTHERS - MAP_BLOCKS
-            if block < post_blocks:
-                sum_parts(posts, d_post, block, n, CHUNKS, n, BLOCK)
-            else:
-                if d_res is not None:
-                    sum_parts(mixes, d_res, block - post_blocks, n * N, CHUNKS, n * N, BLOCK)

@@ -52,26 +52,16 @@ class _Sizes:
         maps = ceil_div(n_tokens, plan.maps) if o.has_maps else 0
         self.programs = min(n_tokens, rows.programs_per_sm * plan.multiprocessors)
         self.rows_grid = (maps + self.programs, 1, 1)
-        self.splits = 0
-        by_split: Any
-        if main.by_chunks:
-            by_split, chunks = main, plan.chunks
-        else:
-            by_split, chunks = phi, n * ceil_div(d, phi.width)
-            self.main_grid = (ceil_div(n_tokens, main.tokens), 1, 1)
-        splits = max(1, by_split.programs_per_sm * plan.multiprocessors // chunks)
-        splits = min(ceil_div(n_tokens, by_split.tokens), splits)
-        step = by_split.tokens
-        self.tokens_per_split = ceil_div(ceil_div(n_tokens, splits), step) * step
+        self.main_grid = (ceil_div(n_tokens, main.tokens), 1, 1)
+        chunks = n * ceil_div(d, phi.width)
+        splits = max(1, phi.programs_per_sm * plan.multiprocessors // chunks)
+        splits = min(ceil_div(n_tokens, phi.tokens), splits)
+        self.tokens_per_split = ceil_div(ceil_div(n_tokens, splits), phi.tokens) * phi.tokens
         self.splits = ceil_div(n_tokens, self.tokens_per_split)
-        grid = (chunks, self.splits, 1)
-        if main.by_chunks:
-            self.main_grid = grid
-        else:
-            self.phi_grid = grid
+        self.phi_grid = (chunks, self.splits, 1)
         others = columns - n + 2 if columns > n else 0
         self.elements = (
-            n_tokens * (columns + 3 + plan.chunks * (n + n * n) + o.iterations * n)
+            n_tokens * (columns + 3 + o.iterations * n)
             + self.splits * n * d * columns
             + self.programs * (d + n + 1)
             + ceil_div(n_tokens, plan.maps) * others
@@ -79,10 +69,6 @@ class _Sizes:
         own = d if o.next == "sum" else d + n + 1
         blocks = ceil_div(own, _SUM_COLUMNS) + int(o.has_maps)
         blocks += ceil_div(n * d * columns, _SUM_BLOCK)
-        if main.by_chunks and o.previous != "first":
-            blocks += ceil_div(n_tokens * n, _SUM_BLOCK)
-        if main.by_chunks and o.previous == "sinkhorn":
-            blocks += ceil_div(n_tokens * n * n, _SUM_BLOCK)
         self.finish_grid = (blocks, 1, 1)
 
 
@@ -100,7 +86,6 @@ class _Plan:
         main, phi = launches.backward, launches.phi
         # Other dtypes take TF32x3 products.
         self.bf16 = dtype == torch.bfloat16 and _has_bf16_products(device)
-        self.chunks = ceil_div(d, main.width) if main.by_chunks else 0
         # The maps' programs have one token for each thread.
         self.collapse_maps, self.maps = 32 * collapse.warps, 32 * rows.warps
         self.split_grid = (ceil_div(o.n_streams * d, _SPLIT_BLOCK), 1, 1)
@@ -112,7 +97,6 @@ class _Plan:
             **o.constants,
             "D": d,
             "BW": next_power_of_2(d),
-            "CHUNKS": self.chunks,
             "BM": self.maps,
             "BF16": self.bf16,
         }
@@ -122,9 +106,7 @@ class _Plan:
                 **shared,
                 "BT": forward.tokens,
                 "BD": forward.width,
-                "ROWS": min(forward.rows, forward.tokens),
                 "STAGES": forward.stages,
-                "FUSED": forward.fused,
             },
             num_warps=forward.warps,
             maxnreg=forward.registers,
@@ -141,7 +123,7 @@ class _Plan:
             maxnreg=rows.registers,
         )
         self.main = Launcher(
-            kernels.boundary_backward_kernel if main.by_chunks else kernels.streams_backward_kernel,
+            kernels.streams_backward_kernel,
             {**shared, "BT": main.tokens, "BD": main.width, "STAGES": main.stages},
             num_warps=main.warps,
             maxnreg=main.registers,
@@ -223,19 +205,18 @@ def _launch_forward(
             phi = terms
         plan.forward(
             sizes.forward_grid,
-            (streams, y, post, res, phi, alpha, bias, norm_weight),
+            (streams, y, post, res, phi),
+            (streams_out, saved),
+            n_tokens,
+            eps,
+        )
+        plan.collapse(
+            sizes.collapse_grid,
+            (alpha, bias, norm_weight),
             (streams_out, x, post_out, res_out, saved),
             n_tokens,
             eps,
         )
-        if not plan.launches.forward.fused:
-            plan.collapse(
-                sizes.collapse_grid,
-                (alpha, bias, norm_weight),
-                (streams_out, x, post_out, res_out, saved),
-                n_tokens,
-                eps,
-            )
     return out
 
 
@@ -270,43 +251,24 @@ def _launch_backward(
         return out
     sizes = plan.sizes(n_tokens)
     scratch = saved.new_empty(sizes.elements)
+    new_rows = y if o.previous == "first" else streams_out
+    counts = (n_tokens, sizes.programs, sizes.splits)
     with on_device(device):
         plan.rows(
             sizes.rows_grid,
-            (
-                y if o.previous == "first" else streams_out, alpha, bias, norm_weight, saved, d_x,
-                d_post_out, d_res_out,
-            ),
+            (new_rows, alpha, bias, norm_weight, saved, d_x, d_post_out, d_res_out),
             (scratch,),
-            n_tokens,
-            sizes.programs,
-            sizes.splits,
-        )  # fmt: skip
-        given = (
-            streams, y, post, res, streams_out, phi, norm_weight, saved, d_streams_out, d_x,
-        )  # fmt: skip
-        counts = (n_tokens, sizes.programs, sizes.splits)
-        if plan.launches.backward.by_chunks:
-            own = (d_y, d_streams, scratch)
-            plan.main(sizes.main_grid, given, own, *counts, sizes.tokens_per_split)
-        else:
-            plan.main(sizes.main_grid, given, (d_y, d_streams, d_post, d_res, scratch), *counts)
-            if phi is not None:
-                plan.phi(
-                    sizes.phi_grid,
-                    (y if o.previous == "first" else streams_out,),
-                    (scratch,),
-                    *counts,
-                    sizes.tokens_per_split,
-                )
-        plan.finish(
-            sizes.finish_grid,
-            (),
-            (scratch, d_parameters, d_post, d_res),
-            n_tokens,
-            sizes.programs,
-            sizes.splits,
+            *counts,
         )
+        plan.main(
+            sizes.main_grid,
+            (streams, y, post, res, streams_out, phi, norm_weight, saved, d_streams_out, d_x),
+            (d_y, d_streams, d_post, d_res, scratch),
+            *counts,
+        )
+        if phi is not None:
+            plan.phi(sizes.phi_grid, (new_rows,), (scratch,), *counts, sizes.tokens_per_split)
+        plan.finish(sizes.finish_grid, (), (scratch, d_parameters), *counts)
     return out
 
 

@@ -7,10 +7,10 @@ Outputs and every gradient against the FP64 reference with poisoned allocations,
 tolerance), in other processes, which also compile the candidates. Then, for each width, the time of the forward and the
 backward by CUDA graph replay, and its ratio to the byte floor: 2N + 2 vectors of D BF16 elements for each token forward
 and, backward, 4N + 3 if no stream is read twice and 5N + 3 if the streams are read once more, at the bandwidth of an
-elementwise kernel in the same run. (What the kernels do move: 3N + 2 forward unless fused, and backward 6N + 4, or 5N + 4
-and the sums of the chunks.) Then the host's time for one eager call, and, unless quick, the reference under
-``torch.compile`` in a process of its own, for as long as ``--compile-seconds``. After ``--seconds`` no further candidate is
-timed. The JSON is written anew after every step; its ``table`` holds the best launches.
+elementwise kernel in the same run. (What the kernels do move: 3N + 2 forward, and 6N + 4 backward.) Then the host's time for
+one eager call, and, unless quick, the reference under ``torch.compile`` in a process of its own, for as long as
+``--compile-seconds``. After ``--seconds`` no further candidate is timed. The JSON is written anew after every step; its
+``table`` holds the best launches.
 """
 
 import argparse
@@ -227,55 +227,35 @@ LAUNCHERS = {"backward": "main"}
 """Where the launcher of a kind has another name."""
 
 
-def candidates(d: int, base: Launches, quick: bool) -> dict[str, list[Any]]:
-    """By kind of kernel, the table's first."""
-    rows = max(1, 8192 // d)
-    forward = [
-        base.forward,
-        Forward(64, 32, rows, 8, 3, registers=128),
-        Forward(32, 64, rows, 8, 3),
-        Forward(64, 64, rows, 8, 3),
-        Forward(64, 32, rows, 4, 3),
-        Forward(128, 32, rows, 16, 3),
-        Forward(32, 64, rows, 8, 2, fused=True),
-        Forward(128, 32, rows, 8, 3),
-    ]
+def candidates(d: int, base: Launches) -> dict[str, list[Any]]:
+    """By kind of kernel, at most six, the table's first."""
     w = max(1, d // 1024)
-    collapse = [
-        base.collapse,
-        Collapse(1, w),
-        Collapse(1, 2 * w),
-        Collapse(2, 2 * w),
-        Collapse(4, 4 * w),
-    ]
-    rows_backward = [
-        base.rows,
-        Rows(2 * w, 6 // w, 3),
-        Rows(2 * w, 8 // w, 3),
-        Rows(2 * w, 8 // w, 1),
-        Rows(w, 8 // w, 3),
-        Rows(4 * w, 4 // w, 3),
-    ]
-    backward = [
-        base.backward,
-        Backward(32, 32, 4, 3),
-        Backward(32, 32, 8, 3, registers=128),
-        Backward(32, 64, 8, 3),
-        Backward(64, 32, 8, 3),
-        Backward(16, 64, 4, 3),
-        Backward(32, 32, 4, 3, by_chunks=True, programs_per_sm=2),
-        Backward(32, 32, 4, 4),
-    ]
-    phi = [
-        base.phi,
-        Phi(64, 256, 8, 1, 4),
-        Phi(64, 128, 4, 2, 4),
-        Phi(32, 256, 4, 2, 4),
-        Phi(128, 128, 8, 1, 4),
-    ]
-    limit = 7 if quick else 8
-    found: tuple[list[Any], ...] = (forward, collapse, rows_backward, backward, phi)
-    return {k: list(dict.fromkeys(f))[:limit] for k, f in zip(KINDS, found, strict=True)}
+    found: tuple[list[Any], ...] = (
+        [
+            base.forward,
+            Forward(64, 64, 8, 3),
+            Forward(128, 32, 8, 3),
+            Forward(64, 32, 8, 4),
+            Forward(64, 64, 16, 3),
+            Forward(32, 64, 4, 3),
+        ],
+        [base.collapse, Collapse(1, w), Collapse(1, 2 * w), Collapse(2, 2 * w)],
+        [
+            base.rows,
+            Rows(2 * w, 6 // w, 3),
+            Rows(w, 8 // w, 3),
+            Rows(2 * w, 8 // w, 1),
+        ],
+        [
+            base.backward,
+            Backward(32, 64, 8, 3),
+            Backward(16, 64, 4, 3),
+            Backward(16, 64, 8, 3),
+            Backward(32, 64, 16, 3),
+        ],
+        [base.phi, Phi(128, 128, 8, 1, 4), Phi(64, 256, 8, 1, 4), Phi(64, 128, 4, 2, 4)],
+    )
+    return {k: list(dict.fromkeys(f))[:6] for k, f in zip(KINDS, found, strict=True)}
 
 
 class Case:
@@ -361,9 +341,7 @@ def _compile_one(job: tuple[int, int, str, Launches]) -> tuple[Any, str, str]:
             "forward": kernels.boundary_forward_kernel,
             "collapse": kernels.collapse_kernel,
             "rows": kernels.rows_backward_kernel,
-            "backward": kernels.boundary_backward_kernel
-            if launches.backward.by_chunks
-            else kernels.streams_backward_kernel,
+            "backward": kernels.streams_backward_kernel,
             "phi": kernels.phi_backward_kernel,
         }[kind]
         return job, resources(kernel), ""
@@ -482,18 +460,15 @@ def _describe(launch: Any) -> str:
     parts += [f"d{launch.width}"] if hasattr(launch, "width") else []
     parts += [f"r{launch.rows}"] if hasattr(launch, "rows") else []
     parts += [f"w{launch.warps}"]
-    if getattr(launch, "by_chunks", True) and hasattr(launch, "programs_per_sm"):
-        parts += [f"p{launch.programs_per_sm}"]
+    parts += [f"p{launch.programs_per_sm}"] if hasattr(launch, "programs_per_sm") else []
     parts += [f"s{launch.stages}"] if hasattr(launch, "stages") else []
     parts += [f"reg{launch.registers}"] if getattr(launch, "registers", None) else []
-    parts += ["fused"] if getattr(launch, "fused", False) else []
-    parts += ["chunks"] if getattr(launch, "by_chunks", False) else []
     return " ".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="fewer checks, shapes and launches")
+    parser.add_argument("--quick", action="store_true", help="fewer checks and shapes")
     parser.add_argument("--shapes", help="widths and streams, such as 1024x4,2048x4")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
@@ -548,7 +523,7 @@ def main() -> None:
 
     arch = architecture(torch.cuda.current_device())
     bases = {(d, n): launch_table.launches(arch, torch.bfloat16, d, n) for d, n in shapes}
-    offered = {(d, n): candidates(d, base, args.quick) for (d, n), base in bases.items()}
+    offered = {(d, n): candidates(d, base) for (d, n), base in bases.items()}
     jobs = [
         (d, n, kind, replace(bases[d, n], **{kind: launch}))
         for kind in KINDS
@@ -632,9 +607,7 @@ def main() -> None:
             write()
         del report["unfinished"]
         forward, backward = graph_us(case.forward), graph_us(case.backward)
-        names = ["split_phi", "forward"] + ([] if best.forward.fused else ["collapse"])
-        names += ["rows", "backward"] + ([] if best.backward.by_chunks else ["phi"]) + ["finish"]
-        parts = {kernel: graph_us(case.only(kernel)) for kernel in names}
+        parts = {kernel: graph_us(case.only(kernel)) for kernel in ("split_phi", *KINDS, "finish")}
         low, high = (4 * n + 3) * unit_us, (5 * n + 3) * unit_us
         summary = {
             "d": d,
