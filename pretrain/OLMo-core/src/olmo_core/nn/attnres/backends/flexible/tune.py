@@ -16,7 +16,6 @@ backward ``3N + 4`` at the first boundary of a group of four (with what the thre
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -30,6 +29,7 @@ import torch
 
 from olmo_core.nn.depth.connection import DepthBackend
 from olmo_core.nn.depth.triton_ops import architecture, next_power_of_2
+from olmo_core.nn.depth.tune_report import machine, write_json
 from olmo_core.nn.ldm.backends.flexible.tune import (
     copy_bandwidth,
     events_us,
@@ -595,27 +595,18 @@ def main() -> None:
     shapes = SHAPES
     if args.shapes:
         shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]  # type: ignore[misc]
-    import triton
-
     began = time.time()
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **machine(),
     }
 
     def write() -> None:
-        if args.out:
-            with open(f"{args.out}.tmp", "w") as f:
-                json.dump(report, f, indent=1)
-            os.replace(f"{args.out}.tmp", args.out)
+        write_json(args.out, report)
 
     def say(text: str) -> None:
         print(f"[{time.time() - began:5.0f} s] {text}", flush=True)
 
-    say(f"{report['device']}, torch {torch.__version__}, triton {triton.__version__}")
+    say(f"{report['device']}, torch {torch.__version__}, triton {report['triton']}")
     compiled: dict = {}
     has_fla = fla.unavailable(torch.device("cuda"), torch.bfloat16, 1024) is None
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:

@@ -31,18 +31,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .kernels import join_streams, reciprocal
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def reciprocal(v, NATIVE: tl.constexpr):
-    """Of a normal number, to one unit in the last place: without the cases of a division."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [v], tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / v
 
 
 @triton.jit
@@ -77,18 +68,6 @@ def mix(k: tl.constexpr, v, old, posts, mixes, N: tl.constexpr, PREVIOUS: tl.con
             for j in tl.static_range(N):
                 m += mixes[k * N + j] * old[j]
         return m
-
-
-@triton.jit
-def join_streams(tiles, N: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """``N`` tiles ``[BT, BD]`` as one ``[BT, BD * N]``, the stream as the faster index: a thread's own values side by side."""
-    if N == 1:
-        return tiles[0]
-    elif N == 2:
-        return tl.reshape(tl.join(tiles[0], tiles[1]), [BT, BD * 2])
-    else:
-        pairs = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
-        return tl.reshape(pairs, [BT, BD * 4])
 
 
 @triton.jit(do_not_specialize=["n_tokens"])

@@ -11,7 +11,6 @@ many tokens these kernels are the better ones. The JSON is written anew after ev
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from olmo_core.nn.depth import triton_inference_ops
+from olmo_core.nn.depth.tune_report import machine, write_json
 
 from . import inference_ops, ops
 from .inference_ops import Launch
@@ -238,16 +238,10 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("inference_tune needs a CUDA GPU: none is visible to torch")
-    import triton
-
     torch.backends.cuda.matmul.allow_tf32 = False
     begin = time.time()
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **machine(),
         "checks": {},
         "rows": [],
         "best": [],
@@ -257,10 +251,7 @@ def main() -> None:
         print(f"[{time.time() - begin:4.0f} s] {line}", flush=True)
 
     def write() -> None:
-        if args.out:
-            with open(f"{args.out}.tmp", "w") as f:
-                json.dump(report, f, indent=1)
-            os.replace(f"{args.out}.tmp", args.out)
+        write_json(args.out, report)
 
     def late() -> bool:
         return time.time() - begin > args.budget

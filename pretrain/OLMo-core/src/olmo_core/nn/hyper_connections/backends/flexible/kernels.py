@@ -109,9 +109,9 @@ def narrow(tile, dtype: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(v, BF16: tl.constexpr):
+def reciprocal(v, NATIVE: tl.constexpr):
     """Of a sum of the Sinkhorn iteration, never far from 1: without the cases of a division, to one unit in the last place."""
-    if BF16:
+    if NATIVE:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=r,r", [v], tl.float32, is_pure=True, pack=1
         )

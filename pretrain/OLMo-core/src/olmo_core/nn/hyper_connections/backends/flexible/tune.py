@@ -14,7 +14,6 @@ one eager call, and, unless quick, the reference under ``torch.compile`` in a pr
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import subprocess
@@ -29,6 +28,7 @@ import torch
 
 from olmo_core.nn.depth.connection import DepthBackend
 from olmo_core.nn.depth.triton_ops import architecture
+from olmo_core.nn.depth.tune_report import machine, write_json
 
 from ...config import HyperConnectionsConfig
 from ...module import HyperConnectionsBoundary
@@ -497,15 +497,9 @@ def main() -> None:
     shapes = QUICK_SHAPES if args.quick else SHAPES
     if args.shapes:
         shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")]  # type: ignore[misc]
-    import triton
-
     begin = time.time()
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **machine(),
         "tokens": args.tokens,
         "checks": {},
         "cases": [],
@@ -516,10 +510,7 @@ def main() -> None:
         print(f"[{time.time() - begin:4.0f} s] {line}", flush=True)
 
     def write() -> None:
-        if args.out:
-            with open(f"{args.out}.tmp", "w") as f:
-                json.dump(report, f, indent=1)
-            os.replace(f"{args.out}.tmp", args.out)
+        write_json(args.out, report)
 
     arch = architecture(torch.cuda.current_device())
     bases = {(d, n): launch_table.launches(arch, torch.bfloat16, d, n) for d, n in shapes}

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from olmo_core.nn.depth.tune_report import machine, write_json
+
 from ..flexible import ops as flexible_ops
 from ..flexible import tune as common
 from . import cache, launch_table, ops, precompile
@@ -762,30 +764,17 @@ def stage(
             print(show(line), flush=True)
             report["lines"].append(line)
             report["wrong"] += [f"{line.get('name')}: {w}" for w in line.get("wrong", [])]
-            write(out, report)
+            write_json(out, report)
     if process.returncode:
         report["wrong"].append(f"{name}: exit status {process.returncode} at {doing}")
         print(f"WRONG {report['wrong'][-1]}", flush=True)
 
 
-def write(path: str | os.PathLike | None, report: dict[str, Any]) -> None:
-    if path:
-        with open(f"{path}.tmp", "w") as f:
-            json.dump(report, f, indent=1)
-        os.replace(f"{path}.tmp", path)
-
-
 def new_report() -> dict[str, Any]:
     """The machine and the command; results to come."""
-    import triton
-
     return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **machine(),
         "dsl": cache.dsl_version(),
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "lines": [],
         "wrong": [],
         "table": [],
@@ -833,7 +822,7 @@ def main() -> None:
             f"    {row['direction']} ({row['d']}, {row['K']}): {row['launch']},  # {row['M']} tokens: {row['us']} us, "
             f"{row['gbs']} GB/s, {row['ratio']} x floor"
         )
-    write(args.out, report)
+    write_json(args.out, report)
     if report["wrong"]:
         sys.exit(f"{len(report['wrong'])} results are wrong: see WRONG above")
 

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 from olmo_core.nn.depth.preln import PreLNConfig
+from olmo_core.nn.depth.tune_report import write_json
 
 from ..fast import cache
 from ..fast import ops as fast_ops
 from ..fast.precompile import parse_shapes
-from ..fast.tune import WINDOW, draw_chain, new_report, say, stage, window_vectors, write
+from ..fast.tune import WINDOW, draw_chain, new_report, say, stage, window_vectors
 from ..flexible import tune as common
 from . import launch_table, ops, packing
 from .launch_table import BUCKETS, Launch
@@ -524,7 +525,7 @@ def main() -> None:
         stage(name, args.out, report, worker(name), show)
     report["table"] = table_of(report["lines"])
     print("\n".join(report["table"]))
-    write(args.out, report)
+    write_json(args.out, report)
     if report["wrong"]:
         print("\n".join(["WRONG", *report["wrong"]]), flush=True)
         sys.exit(1)

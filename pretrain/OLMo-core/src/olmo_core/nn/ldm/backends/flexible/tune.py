@@ -11,7 +11,6 @@ the host's time for one eager call. The JSON is written anew after every shape; 
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from olmo_core.nn.depth.triton_ops import next_power_of_2
+from olmo_core.nn.depth.tune_report import machine, write_json
 from olmo_core.nn.ldm.config import LDMConfig
 
 from ...module import LDMBoundary
@@ -349,24 +349,14 @@ def main() -> None:
         if args.tokens
         else (TOKENS[:1] if args.quick else TOKENS)
     )
-    import triton
-
-    device = torch.cuda.get_device_name()
     report: dict[str, Any] = {
-        "device": device,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **machine(),
         "cases": [],
         "table": [],
     }
 
     def write() -> None:
-        if args.out:
-            with open(f"{args.out}.tmp", "w") as f:
-                json.dump(report, f, indent=1)
-            os.replace(f"{args.out}.tmp", args.out)
+        write_json(args.out, report)
 
     jobs = [
         (d, d_k, direction, launch)
@@ -382,7 +372,10 @@ def main() -> None:
         compiled = {
             job: (used, error) for job, used, error in pool.imap_unordered(compile_one, jobs)
         }
-    print(f"{device}: compiled {len(jobs)} launches in {time.time() - start:.0f} s", flush=True)
+    print(
+        f"{report['device']}: compiled {len(jobs)} launches in {time.time() - start:.0f} s",
+        flush=True,
+    )
     for job, (_, error) in compiled.items():
         if error:
             print(f"left out {job}: {error}", flush=True)
