@@ -231,12 +231,22 @@ def coefficients_candidates(
 ) -> list[Launch]:
     """
     The launch of the shape with more warps for the coefficients: those that do not work out a token's ask for what the forward saved
-    of the next tokens. Where the dot products had warps of their own, without these too.
+    of the next tokens. Where the dot products had warps of their own, without these too. Where the launch has so many already,
+    tiles of half the tokens, of which the ring holds twice as many.
     """
     first = launch(architecture, direction, d, d_k, earlier, writes)
-    if first is None or d_k == 16 or first.coefficient_warps == MANY_COEFFICIENT_WARPS:
+    if first is None or d_k == 16:
         return []
-    new = replace(first, coefficient_warps=MANY_COEFFICIENT_WARPS, dots_warps=0, timed=False)
+    tokens = first.tokens
+    if first.coefficient_warps == MANY_COEFFICIENT_WARPS:
+        tokens //= 2
+    new = replace(
+        first,
+        tokens=tokens,
+        coefficient_warps=MANY_COEFFICIENT_WARPS,
+        dots_warps=0,
+        timed=False,
+    )
     return [new] if _runs(new, direction, d, d_k, earlier) else []
 
 
