@@ -256,3 +256,23 @@ class BoundaryResult:
             for kind in ("output", "source", "parameter")
             for name, t in getattr(self, kind).items()
         }
+
+
+def draw_mhc_parameters(
+    boundary: torch.nn.Module, normal: Callable[..., torch.Tensor], scale: float
+) -> dict[str, torch.Tensor]:
+    """
+    Parameters of an mHC boundary away from their start.
+
+    :param normal: Random numbers of a shape.
+    :param scale: About the size of the maps' logits.
+    """
+    drawn = {}
+    for name, p in boundary.named_parameters():
+        if name == "phi":
+            drawn[name] = normal(*p.shape) * p.shape[0] ** -0.5
+        elif name == "alpha":
+            drawn[name] = scale * (1 + 0.2 * normal(*p.shape))
+        else:
+            drawn[name] = 0.3 * p.detach().cpu() + 0.5 * normal(*p.shape)
+    return drawn

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB, build_model, enlarge, randomize_boundaries, tiny_config, tokens
+from helpers import (
+    VOCAB,
+    build_model,
+    draw_mhc_parameters,
+    enlarge,
+    randomize_boundaries,
+    tiny_config,
+    tokens,
+)
 
 from olmo_core.generate.generation_module import GenerationConfig
 from olmo_core.nn.depth import inference
@@ -80,14 +88,7 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        self.parameters = {}
-        for name, p in self.build("reference").named_parameters():
-            if name == "phi":
-                self.parameters[name] = normal(*p.shape) * (n * d) ** -0.5
-            elif name == "alpha":
-                self.parameters[name] = scale * (1 + 0.2 * normal(*p.shape))
-            else:
-                self.parameters[name] = 0.3 * p.detach().cpu() + 0.5 * normal(*p.shape)
+        self.parameters = draw_mhc_parameters(self.build("reference"), normal, scale)
         self.y = normal(n_tokens, 1, d).to(DEVICE, dtype)
         self.gain = (1 + 0.3 * normal(d)).to(DEVICE)
         self.state: tuple[torch.Tensor, ...] = ()

@@ -18,6 +18,7 @@ from helpers import (
     assert_same_gradients,
     build_model,
     captured_outputs,
+    draw_mhc_parameters,
     logits_and_gradients,
     randomize_boundaries,
     tiny_config,
@@ -78,14 +79,7 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        self.parameters = {}
-        for name, p in self.build("reference").named_parameters():
-            if name == "phi":
-                self.parameters[name] = normal(*p.shape) * (n * d) ** -0.5
-            elif name == "alpha":
-                self.parameters[name] = scale * (1 + 0.2 * normal(*p.shape))
-            else:
-                self.parameters[name] = 0.3 * p.detach().cpu() + 0.5 * normal(*p.shape)
+        self.parameters = draw_mhc_parameters(self.build("reference"), normal, scale)
         self.sources = {"y": normal(1, n_tokens, d), "norm_weight": 1 + 0.3 * normal(d)}
         if index > 0:
             # Streams hold much the same, as in a model.

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .kernels import join_streams, reciprocal
+from .kernels import join_streams, load_vectors, reciprocal
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -43,15 +43,6 @@ def load_streams(streams, at, mask, N: tl.constexpr, D: tl.constexpr, PREVIOUS: 
     if PREVIOUS != "first":
         for j in tl.static_range(N):
             out += (tl.load(streams + at + j * D, mask=mask, other=0.0).to(tl.float32),)
-    return out
-
-
-@triton.jit
-def load_numbers(at, mask, COUNT: tl.constexpr):
-    """``COUNT`` numbers from ``at``, a scalar or one address a token."""
-    out = ()
-    for j in tl.static_range(COUNT):
-        out += (tl.load(at + j, mask=mask, other=0.0),)
     return out
 
 
@@ -129,9 +120,9 @@ def mix_kernel(
             v = tl.load(y + tok * D + dd, mask=mask, other=0.0).to(tl.float32)
             old = load_streams(streams, tok * (N * D) + dd, mask, N, D, PREVIOUS)
             if PREVIOUS != "first":
-                posts = load_numbers(post + tok * N, here, N)
+                posts = load_vectors(post + tok * N, here, N)
             if PREVIOUS == "sinkhorn":
-                mixes = load_numbers(res + tok * (N * N), here, N * N)
+                mixes = load_vectors(res + tok * (N * N), here, N * N)
             products = tl.zeros([BD, BN], tl.float32)
             for k in tl.static_range(N):
                 # Rounded before anything is computed from it, as in the reference.
@@ -150,9 +141,9 @@ def mix_kernel(
         v = tl.load(y + tok[:, None] * D + dd[None, :], mask=mask, other=0.0).to(tl.float32)
         old = load_streams(streams, tok[:, None] * (N * D) + dd[None, :], mask, N, D, PREVIOUS)
         if PREVIOUS != "first":
-            posts = load_numbers((post + tok * N)[:, None], here[:, None], N)
+            posts = load_vectors((post + tok * N)[:, None], here[:, None], N)
         if PREVIOUS == "sinkhorn":
-            mixes = load_numbers((res + tok * (N * N))[:, None], here[:, None], N * N)
+            mixes = load_vectors((res + tok * (N * N))[:, None], here[:, None], N * N)
         out_rows = streams_out + tok[:, None] * (N * D)
         squares = tl.zeros([BT, BD], tl.float32)
         new = ()
@@ -279,7 +270,7 @@ def collapse(
     biases = ()
     if NEXT != "sum":
         scale_pre = tl.load(alpha).to(tl.float32)
-        biases = load_numbers(bias, True, gates)
+        biases = load_vectors(bias, True, gates)
     if has_maps:
         scale_post = tl.load(alpha + 1).to(tl.float32)
     if WAITS:
@@ -321,7 +312,7 @@ def residual_map(
     """``res`` of one token."""
     c = tl.arange(0, BN)
     scale = tl.load(alpha + 2).to(tl.float32)
-    biases = load_numbers(bias + 2 * N, True, N * N)
+    biases = load_vectors(bias + 2 * N, True, N * N)
     if WAITS:
         gdc_wait()
     z = tl.sum(load_parts(partial, tok, c, BN, CHUNKS, BC), axis=0)

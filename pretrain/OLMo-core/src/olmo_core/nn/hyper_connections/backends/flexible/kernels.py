@@ -310,7 +310,7 @@ def normalize_first(logits, N: tl.constexpr):
 
 @triton.jit
 def load_vectors(at, mask, N: tl.constexpr):
-    """``N`` numbers of each token, as that many vectors over tokens."""
+    """``N`` numbers from ``at``, a scalar or one address a token: as many scalars, or vectors over tokens."""
     out = ()
     for j in tl.static_range(N):
         out += (tl.load(at + j, mask=mask, other=0.0),)

@@ -61,6 +61,19 @@ BESIDE_OTHERS = (1, 8, 64, 256)
 TOLERANCE = 2.5e-3
 
 
+def errors_of(
+    truth: dict[str, Tensor], mine: dict[str, Tensor], mixed: dict[str, Tensor], wrong: list[str]
+) -> dict[str, tuple[float, float]]:
+    """Errors against ``truth`` of the kernels and of the BF16 reference, by output; adds to ``wrong``."""
+    errors = {}
+    for name, t in truth.items():
+        e, r = (common.relative_rms(a[name], t) for a in (mine, mixed))
+        errors[f"output {name}"] = (e, r)
+        if not e < max(TOLERANCE, 1.5 * r):
+            wrong.append(f"{name} {e:.2e} (reference {r:.2e})")
+    return errors
+
+
 def check(d: int, d_k: int, n_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
     """Errors of this backend and of the reference on the same BF16 inputs, against FP64; and what is wrong."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
@@ -106,13 +119,7 @@ def check(d: int, d_k: int, n_tokens: int, options: dict[str, Any]) -> dict[str,
         mixed = run(reference, memory, y, gain)
         truth = run(reference.double(), memory.double(), y.double(), gain.double())
     torch.use_deterministic_algorithms(False)
-    errors = {}
-    for name, t in truth.items():
-        e, r = (common.relative_rms(a[name], t) for a in (mine, mixed))
-        errors[f"output {name}"] = (e, r)
-        if not e < max(TOLERANCE, 1.5 * r):
-            wrong.append(f"{name} {e:.2e} (reference {r:.2e})")
-    return {"errors": errors, "wrong": wrong}
+    return {"errors": errors_of(truth, mine, mixed, wrong), "wrong": wrong}
 
 
 def check_window(d: int, d_k: int, n_tokens: int, window: int) -> dict[str, Any]:
@@ -181,13 +188,7 @@ def check_window(d: int, d_k: int, n_tokens: int, window: int) -> dict[str, Any]
         doubles = [[t.double() for t in ts] for ts in (ys, gains)]
         truth = run(reference.double(), memory.double(), *doubles)
     torch.use_deterministic_algorithms(False)
-    errors = {}
-    for name, t in truth.items():
-        e, r = (common.relative_rms(a[name], t) for a in (mine, mixed))
-        errors[f"output {name}"] = (e, r)
-        if not e < max(TOLERANCE, 1.5 * r):
-            wrong.append(f"{name} {e:.2e} (reference {r:.2e})")
-    return {"errors": errors, "wrong": wrong}
+    return {"errors": errors_of(truth, mine, mixed, wrong), "wrong": wrong}
 
 
 def check_changes(d: int, d_k: int) -> list[str]:
