@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -175,7 +177,7 @@ def test_series_skips_what_has_a_result_and_says_what_failed(tmp_path, monkeypat
     (tmp_path / "90m-ldm-lr2e-3-seed42-steps400.json").write_text("{}")
     started = []
 
-    def execute(run, device, opts, turn):
+    def execute(run, device, opts, turn, processes):
         started.append((run.variant, run.seed, device))
         if run.variant == "mhc":
             return "failed with exit status 1"
@@ -194,6 +196,41 @@ def test_series_skips_what_has_a_result_and_says_what_failed(tmp_path, monkeypat
     assert {s[:2] for s in started} == {("ldm", 43), ("mhc", 42), ("preln", 42)}
     assert {s[2] for s in started} <= {"0", "1"}
     assert "4 runs, 1 of them have a result already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_series_that_is_stopped_stops_its_runs(tmp_path, number):
+    (tmp_path / "launch.sh").write_text('sleep 100 & echo $! > "$CHECKPOINT_DIR/../pid"; wait\n')
+    program = (
+        "import importlib.util, pathlib, signal, sys\n"
+        f"spec = importlib.util.spec_from_file_location('series', {str(FOLDER / 'series.py')!r})\n"
+        "series = importlib.util.module_from_spec(spec); sys.modules['series'] = series\n"
+        "spec.loader.exec_module(series)\n"
+        "configs = series.HERE / 'configs'\n"
+        f"series.HERE = pathlib.Path({str(tmp_path)!r})\n"
+        "(series.HERE / 'configs').symlink_to(configs)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job\n"
+        "series.run_cli(series.main)\n"
+    )
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "steps400").mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "--gpu", "cpu", "--overlap", "0.5", "ldm:42,43"],
+        env={**os.environ, "CHECKPOINT_DIR": str(checkpoints)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pid = checkpoints / "pid"
+    deadline = time.monotonic() + 30
+    while not (pid.is_file() and pid.read_text().strip()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err.splitlines()[-1].startswith("stopped: "), err
+    status = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -94,6 +96,10 @@ class StartTurn:
         if self.fraction is not None:
             self._turn.acquire()
 
+    def pass_on(self) -> None:
+        if self.fraction is not None:
+            self._turn.release()
+
     def watch(self, process: subprocess.Popen, log: Path, steps: int, timeout: float | None) -> int:
         """
         Wait for the end of the process and give the turn away on the way. Returns the exit status.
@@ -112,12 +118,64 @@ class StartTurn:
                     raise subprocess.TimeoutExpired(process.args, timeout)
                 time.sleep(self.POLL_SECONDS)
         finally:
-            self._turn.release()
+            self.pass_on()
         left = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
         return process.wait(left)
 
 
-def execute(run: Run, device: str | None, opts: argparse.Namespace, turn: StartTurn) -> str:
+class Processes:
+    """The runs that train now. They are in sessions of their own, so that a signal to this process does not reach them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen] = set()
+        self.stopped = False
+
+    def start(
+        self, command: list[str], environment: dict[str, str], stream: IO[str]
+    ) -> subprocess.Popen | None:
+        """``None`` after :meth:`stop`."""
+        with self._lock:
+            if self.stopped:
+                return None
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(process)
+        return process
+
+    def end(self, process: subprocess.Popen) -> None:
+        """Kill the run if it has not ended."""
+        with self._lock:
+            self._running.discard(process)
+        self._kill(process)
+        process.wait()
+
+    def stop(self) -> None:
+        """Kill all runs and let none start."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def execute(
+    run: Run,
+    device: str | None,
+    opts: argparse.Namespace,
+    turn: StartTurn,
+    processes: Processes,
+) -> str:
     """Train one run and collect it. Returns what to say about it."""
     root = Path(os.environ.get("CHECKPOINT_DIR", "checkpoints/ablations"))
     # Runs of different lengths have the same name and may go on at the same time.
@@ -139,21 +197,19 @@ def execute(run: Run, device: str | None, opts: argparse.Namespace, turn: StartT
     turn.wait()
     began = time.monotonic()
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            ["bash", str(HERE / "launch.sh"), run.variant, opts.gpu, *run.overrides],
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = ["bash", str(HERE / "launch.sh"), run.variant, opts.gpu, *run.overrides]
+        process = processes.start(command, environment, stream)
+        if process is None:
+            turn.pass_on()
+            return "not started"
         try:
             code = turn.watch(process, log, run.steps, opts.timeout)
         except subprocess.TimeoutExpired:
             return f"stopped after {opts.timeout:.0f} s, see {log}"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            processes.end(process)
+    if processes.stopped:
+        return f"stopped, see {log}"
     if code != 0:
         return f"failed with exit status {code}, see {log}"
     collect = [
@@ -211,6 +267,7 @@ def main() -> int:
     for run in todo:
         queue.put(run)
     failures: list[Run] = []
+    processes = Processes()
 
     def work(device: str | None, turn: StartTurn) -> None:
         while True:
@@ -218,7 +275,9 @@ def main() -> int:
                 run = queue.get_nowait()
             except Empty:
                 return
-            said = execute(run, device, opts, turn)
+            if processes.stopped:
+                return
+            said = execute(run, device, opts, turn, processes)
             if not (opts.out / run.result).is_file():
                 failures.append(run)
             what = " ".join([run.name, f"x{run.steps}", *run.overrides])
@@ -231,10 +290,25 @@ def main() -> int:
         for _ in range(opts.slots)
         for device, turn in zip(devices, turns, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # A scheduler's SIGTERM is as Ctrl-C; a shell starts what it runs in the background with SIGINT ignored.
+    before = {
+        s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        processes.stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        print("stopped: the same command goes on", file=sys.stderr)
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if failures:
         raise UserError(
             f"{len(failures)} runs have no result: {', '.join(r.result for r in failures)}"
