@@ -296,13 +296,13 @@ def test_missing_kernels(hopper, monkeypatch, tmp_path, caplog):
 
 def test_auto_has_windows_where_they_were_timed(hopper, monkeypatch):
     monkeypatch.setattr(cache, "dsl_version", lambda: cache.DSL_VERSION)
-    monkeypatch.setattr(launch_table, "TIMED_WINDOWS", frozenset())
+    monkeypatch.setattr(launch_table, "TIMED_WINDOWS", {})
     module = boundary(2048, runs=False)
     module.select_backend(CUDA, BF16)
     assert module.infers_fast and module.prefill_window == 1
-    timed = {("sm_90a", 2048, 8), ("sm_90a", 2048, 4)}
-    monkeypatch.setattr(launch_table, "TIMED_WINDOWS", frozenset(timed))
-    for options, window in (({}, 4), ({"window": 1}, 1), ({"d_k": 4, "window": 2}, 2)):
+    timed = {("sm_90a", 2048, 8): 4, ("sm_90a", 2048, 4): 2}
+    monkeypatch.setattr(launch_table, "TIMED_WINDOWS", timed)
+    for options, window in (({}, 4), ({"window": 1}, 1), ({"d_k": 4}, 2)):
         module = boundary(2048, runs=False, **options)
         assert module.select_backend(CUDA, BF16) == DepthBackend.fast
         assert module.infers_fast and module.prefill_window == window

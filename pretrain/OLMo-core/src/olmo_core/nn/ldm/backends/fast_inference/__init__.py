@@ -49,12 +49,12 @@ def prefill_window(
     The window of prefill where the backend can run: ``window``, that of training, or 1 where its kernels can neither be
     found nor compiled.
 
-    :param by_name: Whether the backend was asked for by its name: else 1 for shapes whose windows were not timed.
+    :param by_name: Whether the backend was asked for by its name: else at most what was timed for the shape, 1 if nothing was.
     """
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
     key = (architecture, d_model, config.d_k)
-    if not by_name and key not in launch_table.TIMED_WINDOWS:
-        return 1
+    if not by_name:
+        window = min(window, launch_table.TIMED_WINDOWS.get(key, 1))
     if window == 1 or cache.dsl_version() is not None:
         return window
     specs = launch_table.window_specs(

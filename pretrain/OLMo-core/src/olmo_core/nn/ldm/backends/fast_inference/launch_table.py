@@ -84,10 +84,42 @@ TABLE: dict[tuple[str, int, int, int], Launch] = {
     ("sm_90a", 2048, 8, 256): Launch(2, 16, 2, "all", "maps"),
     # 13.99 us, 1.58 x floor; among products 15.03 us
     ("sm_90a", 2048, 8, 512): Launch(prefill=True),
+    # 1.81 us, 418.26 x floor; among products 2.26 us
+    ("sm_90a", 512, 8, 1): Launch(4, 4, 1, "all", "maps"),
+    # 1.88 us, 54.4 x floor; among products 2.23 us
+    ("sm_90a", 512, 8, 8): Launch(4, 4, 1, "all", "maps"),
+    # 1.95 us, 28.21 x floor; among products 2.25 us
+    ("sm_90a", 512, 8, 16): Launch(4, 4, 1, "all", "maps"),
+    # 2.07 us, 14.96 x floor; among products 2.42 us
+    ("sm_90a", 512, 8, 32): Launch(4, 4, 1, "all", "maps"),
+    # 2.54 us, 9.2 x floor; among products 2.9 us
+    ("sm_90a", 512, 8, 64): Launch(2, 8, 2, "all", "maps"),
+    # 2.65 us, 4.8 x floor; among products 3.04 us
+    ("sm_90a", 512, 8, 128): Launch(2, 8, 2, "all", "maps"),
+    # 3.22 us, 2.91 x floor; among products 3.78 us
+    ("sm_90a", 512, 8, 256): Launch(2, 8, 2, "all", "maps"),
+    # 6.04 us, 2.73 x floor; among products 6.52 us
+    ("sm_90a", 512, 8, 512): Launch(2, 8, 2, "all", "maps"),
+    # 1.78 us, 371.52 x floor; among products 2.13 us
+    ("sm_90a", 1024, 4, 1): Launch(8, 4, 1, "all", "maps"),
+    # 1.76 us, 45.78 x floor; among products 2.11 us
+    ("sm_90a", 1024, 4, 8): Launch(8, 4, 1, "all", "maps"),
+    # 1.86 us, 24.26 x floor; among products 2.24 us
+    ("sm_90a", 1024, 4, 16): Launch(4, 8, 1, "all", "maps"),
+    # 2.14 us, 13.92 x floor; among products 2.46 us
+    ("sm_90a", 1024, 4, 32): Launch(8, 4, 2, "owner", "maps"),
+    # 2.34 us, 7.62 x floor; among products 2.64 us
+    ("sm_90a", 1024, 4, 64): Launch(8, 4, 2, "owner", "maps"),
+    # 2.46 us, 4.01 x floor; among products 2.92 us
+    ("sm_90a", 1024, 4, 128): Launch(2, 16, 2, "all", "maps"),
+    # 3.63 us, 2.96 x floor; among products 3.9 us
+    ("sm_90a", 1024, 4, 256): Launch(8, 4, 4, "owner", "maps"),
+    # 6.55 us, 2.67 x floor; among products 6.9 us
+    ("sm_90a", 1024, 4, 512): Launch(8, 4, 4, "owner", "maps"),
 }
 """
-NVIDIA H200, torch 2.11.0+cu130, 2026-11-30, commit fe6ada2, ``tune --shapes 2048x8,1024x8,2048x4``: microseconds of one of 57 boundaries
-in a CUDA graph with overlapping launches; among products: what it adds to a product before each boundary.
+NVIDIA H200, torch 2.11.0+cu130, 2026-11-30, ``tune --shapes 2048x8,1024x8,2048x4`` at commit fe6ada2 and ``--shapes 512x8,1024x4`` at 21cae92: microseconds of one
+of 57 boundaries in a CUDA graph with overlapping launches; among products: what it adds to a product before each boundary.
 """
 
 
@@ -131,8 +163,14 @@ def launch(architecture: str, d: int, d_k: int, end: int) -> Launch | None:
     return TABLE.get((architecture, d, d_k, end)) or rule(d, d_k, end)
 
 
-TIMED_WINDOWS: frozenset[tuple[str, int, int]] = frozenset()
-"""Architecture, width and slots whose prefill in windows was timed on a GPU; ``auto`` takes windows for no other."""
+TIMED_WINDOWS: dict[tuple[str, int, int], int] = {
+    ("sm_90a", d, d_k): 4 for d, d_k in ((512, 8), (1024, 4), (1024, 8), (2048, 4), (2048, 8))
+}
+"""
+The window of prefill by architecture, width and slots, where it was timed on a GPU; ``auto`` takes windows for no other. NVIDIA H200, ``tune --only prefill``
+at commit 21cae92, 16,384 tokens, microseconds of a boundary without windows and in windows of 4: 318 and 246 (2048 x 8), 184 and 148 (2048 x 4), 161 and 135
+(1024 x 8), 85 and 73 (512 x 8).
+"""
 
 
 def timed(architecture: str, d: int, d_k: int) -> bool:
