@@ -380,6 +380,18 @@ def test_no_number_for_a_wrong_loss(tmp_path, monkeypatch):
     assert code == 1 and result["status"] == "wrong" and "random weights give" in result["error"]
 
 
+def test_profile_has_the_time_of_each_operator(tmp_path):
+    arguments = ("--seq", "16", "--tokens", "16", "--steps", "1", "--profile", "1")
+    code, result = run(tmp_path, "train", "tiny", "preln", *arguments)
+    assert code == 0
+    kernels = result["cases"][0]["kernels"]
+    times = [k["ms_per_step"] for k in kernels]
+    assert times == sorted(times, reverse=True) and times[-1] > 0
+    (products,) = (k for k in kernels if k["name"] == "aten::mm")
+    # Queries, keys, values, output, gate, up and down of each block, and the LM head; each with two gradients.
+    assert products["calls_per_step"] == 3 * (7 * 2 + 1)
+
+
 def test_a_process_without_a_result(tmp_path):
     log, part = tmp_path / "log.txt", tmp_path / "part.json"
 

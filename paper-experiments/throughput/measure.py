@@ -4,6 +4,7 @@ Measures one method in one process. ``rounds.sh`` is the way to start it; by han
 one GPU    python paper-experiments/throughput/measure.py train 400m ldm --gpu h200
 8 GPUs     torchrun --nproc-per-node 8 paper-experiments/throughput/measure.py train 1p7b ldm --gpu b200
 prefill    python paper-experiments/throughput/measure.py prefill 1p7b ldm:reference --gpu h200 --context 2048 --batch 8
+profile    python paper-experiments/throughput/measure.py train 400m ldm --gpu h200 --profile 3
 decode     python paper-experiments/throughput/measure.py decode 1p7b mhc --gpu h200 --batches "1 8 64" --context "2048 16384"
 canary     python paper-experiments/throughput/measure.py canary --gpu h200
 
@@ -116,6 +117,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", help="timed steps (train 10, prefill 10, decode 64)")
     parser.add_argument("--warmup", help="untimed steps before (3)")
     parser.add_argument("--no-compile", action="store_true", help="train: without torch.compile")
+    parser.add_argument(
+        "--profile",
+        metavar="STEPS",
+        help="train: so many steps more under torch.profiler, for the time of each kernel (0)",
+    )
     parser.add_argument("--seed", help="of weights and tokens (42)")
     opts, overrides = parser.parse_known_args(argv)
     opts.overrides = overrides
@@ -134,6 +140,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "chunk": "4096",
         "steps": "3" if on_cpu else {"decode": "64"}.get(opts.mode, "10"),
         "warmup": "1" if on_cpu else "3",
+        "profile": None,
         "seed": "42",
     }
     for name, default in defaults.items():
@@ -399,7 +406,9 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
     recorder = StepRecorder(config.trainer.max_duration.value)
     train_module._attach_trainer(recorder)  # type: ignore[arg-type]
 
-    n_steps = opts.warmup + 1 + opts.steps
+    # The profiler's own first step is not counted.
+    n_profiled = 1 + opts.profile if opts.profile else 0
+    n_steps = opts.warmup + 1 + opts.steps + n_profiled
     rows = opts.batch * tokens // sequence
     ids = random_tokens(n_steps * rows, sequence, opts.seed + 1000 * rank).split(rows)
     if device.type == "cuda":
@@ -444,6 +453,7 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
     laps = timing.lap_seconds(step, opts.steps, device)
     gc.enable()
     memory = peak_memory(device)
+    kernels = timing.kernel_times(step, opts.profile, device) if opts.profile else None
     last_loss, grad_norm = loss(), gradient_norm()
     if not (math.isfinite(last_loss) and math.isfinite(grad_norm) and last_loss < first_loss + 1):
         raise NotMeasured(
@@ -463,6 +473,8 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
         "laps_ms": [1e3 * lap for lap in laps],
         **memory,
     }
+    if kernels is not None:
+        case["kernels"] = kernels
     return {
         "world_size": world_size,
         "sequence_length": sequence,

@@ -29,7 +29,18 @@ from config_utils.scales import load_scale
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_METHODS = "preln attnres_block attnres_full mhc ldm ldm_k4"
-KNOBS = ("seq", "tokens", "batch", "batches", "context", "chunk", "steps", "warmup", "seed")
+KNOBS = (
+    "seq",
+    "tokens",
+    "batch",
+    "batches",
+    "context",
+    "chunk",
+    "steps",
+    "warmup",
+    "profile",
+    "seed",
+)
 """Options that measure.py gets as they are; in the environment of rounds.sh by the same names in capitals."""
 
 

@@ -18,7 +18,7 @@
 # NPROC (train: GPUs to use; all), TIMEOUT (seconds for one measurement; 900), COMPILE=0 (train without torch.compile),
 # STEPS (timed steps: train and prefill 10, decode 64), WARMUP (untimed ones before; 3), SEED (42), PYTHON (python);
 # train: SEQ (tokens in a sequence; the recipe's), TOKENS (in one forward pass on one GPU; the scale's), BATCH (forward
-# passes in a step; 1); prefill: BATCH (prompts; 8), CONTEXT (tokens in each; 2048), CHUNK (tokens of each in one forward
+# passes in a step; 1), PROFILE (steps more under torch.profiler: the time of each kernel, in the JSON; 0); prefill: BATCH (prompts; 8), CONTEXT (tokens in each; 2048), CHUNK (tokens of each in one forward
 # pass; 4096); decode: BATCHES (rows; "1 8 64"), CONTEXT (tokens in the cache, one or more; 2048).
 set -euo pipefail
 
@@ -36,7 +36,7 @@ case $3 in h100|h200|b200|cpu) ;; *) fail "unknown GPU '$3': choose one of h100,
 command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' here: activate the environment (source .venv/bin/activate) or set PYTHON"
 
 OPTIONS=()
-for NAME in METHODS OUT NPROC TIMEOUT SEQ TOKENS BATCH BATCHES CONTEXT CHUNK STEPS WARMUP SEED; do
+for NAME in METHODS OUT NPROC TIMEOUT SEQ TOKENS BATCH BATCHES CONTEXT CHUNK STEPS WARMUP PROFILE SEED; do
   if [[ -n ${!NAME:-} ]]; then OPTIONS+=("--${NAME,,}" "${!NAME}"); fi
 done
 [[ ${COMPILE:-1} != 0 ]] || OPTIONS+=(--no-compile)

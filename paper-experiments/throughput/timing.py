@@ -82,6 +82,31 @@ def lap_seconds(call: Callable[[], Any], n: int, device: torch.device) -> list[f
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
+def kernel_times(step: Callable[[], Any], n: int, device: torch.device) -> list[dict[str, Any]]:
+    """
+    What runs on the device in a step, by name, longest first: ``n`` steps under ``torch.profiler``, after one that is not counted. On a
+    CPU, PyTorch's operators.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cpu = device.type == "cpu"
+    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+    step()
+    synchronize(device)
+    with profile(activities=[activity], acc_events=True) as profiler:
+        for _ in range(n):
+            step()
+        synchronize(device)
+    rows = []
+    for event in profiler.key_averages():
+        us = event.self_cpu_time_total if on_cpu else event.self_device_time_total
+        if us > 0:
+            rows.append(
+                {"name": event.key, "ms_per_step": us / 1e3 / n, "calls_per_step": event.count / n}
+            )
+    return sorted(rows, key=lambda r: -r["ms_per_step"])
+
+
 def graph_seconds(calls: list[Callable[[], Any]], device: torch.device, replays: int = 20) -> float:
     """
     Seconds of one of ``calls`` on the device: the median over replays of one CUDA graph that holds all of them, so that
