@@ -729,6 +729,8 @@ class Emulated:
         ),
         (7, 2, {"d": 64, "d_k": 8, "tokens": 2, "coefficient_warps": 7}, {"tokens": 2}),
         (3, 1, {"d": 64, "d_k": 8, "earlier": 7, "forget": "static"}, {}),
+        # Seven outputs of eight rows: all rows that a lane's first column can be have one.
+        (3, 1, {"d": 64, "d_k": 8, "earlier": 6, "writes": False}, {}),
         (5, 2, {"d": 128, "d_k": 8, "writes": False, "forget": "none"}, None),
     ],
     ids=str,

@@ -154,14 +154,17 @@ class Kernel:
         """The token in a tile of outputs, and which of its outputs, of row ``g``; that may be none."""
         return g // self.spec.output_stride, g % self.spec.output_stride
 
-    def is_output(self, g):
-        """Whether row ``g`` of a tile of outputs has one; ``None`` if all rows have: a predicate must not be a constant."""
+    def is_output(self, g, even: bool = False):
+        """
+        Whether row ``g`` of a tile of outputs has one; ``None`` if all rows have, or all ``even`` ones if ``g`` is even: a predicate must not
+        be a constant.
+        """
         s = self.spec
         token, index = self.output_of(g)
         full = s.output_tokens * s.output_stride == 8
+        all_have = s.outputs == s.output_stride or (even and s.outputs == s.output_stride - 1)
         return where_both(
-            None if full else token < s.output_tokens,
-            None if s.outputs == s.output_stride else index < s.outputs,
+            None if full else token < s.output_tokens, None if all_have else index < s.outputs
         )
 
     def same_token(self, a, b):
@@ -570,7 +573,7 @@ class Forward(Kernel):
                 continue
             in_tile, index = self.output_of(2 * c + column)
             token = v * s.output_tokens + in_tile
-            mine = self.is_output(2 * c + column)
+            mine = self.is_output(2 * c + column, even=column == 0)
             first = where_both(mine, index == 0 if s.earlier else None)
             of_query = 2 * K + index * K
             # y is the first of a token's outputs, so it never is in an odd column unless it is the only one.
