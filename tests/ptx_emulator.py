@@ -2,7 +2,7 @@
 Runs the PTX of LDM's CuTe DSL kernels on a CPU, thread by thread, for tests of tiny shapes without a GPU.
 
 It knows the instructions that those kernels use: arithmetic, shared and global memory, ``mma.m16n8k16``, shuffles, mbarriers, bulk
-copies, asynchronous stores to other blocks of a cluster. Warps run in random order, and asynchronous copies land late and in
+copies and those of single threads, asynchronous stores to other blocks of a cluster. Warps run in random order, and asynchronous copies land late and in
 random order, so that a missing wait shows. It does not check the memory model beyond that, and FP32 arithmetic is not rounded
 until a number is stored.
 """
@@ -79,6 +79,11 @@ def exp2(x: Any) -> float:
     return math.nan if x != x else math.inf if x > 127 else 2.0**x if x > -126 else 0.0
 
 
+def log2(x: Any) -> float:
+    x = to_float(x)
+    return math.log2(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
 def reciprocal(x: Any) -> float:
     x = to_float(x)
     return math.copysign(math.inf, x) if x == 0 else 1.0 / x
@@ -137,6 +142,36 @@ class Barrier:
             self.pending = self.count
 
 
+class Watch:
+    """Is told what happens in a launch; this one does nothing with it."""
+
+    def begin(self, blocks: list["Block"], n_threads: int, statements: dict[int, str]) -> None:
+        """A cluster begins; ``statements`` has the PTX of each line of the translated code."""
+
+    def view(self, block: "Block", tid: int, memory: Memory) -> tuple[Any, Any]:
+        """What a thread uses in the place of its block and of global memory."""
+        return block, memory
+
+    def landed(self, copy: tuple) -> None:
+        """An entry of :attr:`Block.in_flight`, before its bytes count on a barrier."""
+
+    def arrived_late(self, block: "Block", tid: int, number: int, address: int) -> None:
+        """The copies ``1 .. number`` of a thread have landed, before it arrives."""
+
+    def waited(self, block: "Block", tid: int, line: int, address: int) -> None:
+        """A thread's wait for an mbarrier has ended."""
+
+    def cluster_arrive(self, block: "Block", tid: int, line: int) -> None: ...
+
+    def cluster_wait(self, block: "Block", tid: int) -> None: ...
+
+    def together(self, block: "Block", tids: list[int], lines: set[int]) -> None:
+        """Threads leave a barrier of their warp or block."""
+
+    def end(self) -> None:
+        """All threads of the cluster have ended."""
+
+
 @dataclass
 class Block:
     index: int
@@ -147,6 +182,10 @@ class Block:
     )
     barriers: dict[int, Barrier] = field(default_factory=dict)
     in_flight: list[tuple] = field(default_factory=list)
+    thread_copies: dict[int, int] = field(default_factory=dict)
+    """Copies that a thread has begun by itself."""
+    late_arrivals: list[tuple] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
 
     def place(self, address: int) -> tuple["Block", int]:
         """A block of the cluster, and the address there; ``mapa`` puts the rank above bit 24."""
@@ -172,20 +211,46 @@ class Block:
         barrier.pending -= 1
         barrier.check()
 
+    def fence(self) -> None:
+        """For a :class:`Watch`."""
+
     def copy_later(self, address: int, data: bytes, barrier: int) -> None:
         assert u32(address) % 16 == 0 and len(data) % 16 == 0
         self.in_flight.append((self.place(u32(address)), data, self.place(u32(barrier))))
+
+    def copy_of_thread(self, tid: int, address: int, data: bytes) -> None:
+        """``cp.async``: only :meth:`arrive_later` tells of its end."""
+        assert u32(address) % len(data) == 0
+        number = self.thread_copies[tid] = self.thread_copies.get(tid, 0) + 1
+        self.in_flight.append((self.place(u32(address)), data, (None, (tid, number))))
+
+    def arrive_later(self, tid: int, address: int) -> None:
+        """Arrive when all copies of the thread so far have landed."""
+        self.late_arrivals.append((tid, self.thread_copies.get(tid, 0), address))
 
     def deliver(self, rng: random.Random) -> bool:
         n = rng.randint(0, len(self.in_flight))
         rng.shuffle(self.in_flight)
         for _ in range(n):
-            (block, address), data, (owner, at) = self.in_flight.pop()
+            copy = self.in_flight.pop()
+            (block, address), data, (owner, at) = copy
             assert SHARED_BASE <= address <= len(block.shared) - len(data)
             block.shared[address : address + len(data)] = data
-            owner.barriers[at].n_bytes -= len(data)
-            owner.barriers[at].check()
-        return n > 0
+            self.watch.landed(copy)
+            if owner is not None:
+                owner.barriers[at].n_bytes -= len(data)
+                owner.barriers[at].check()
+        flying = [at for _, _, (owner, at) in self.in_flight if owner is None]
+        waiting = []
+        for tid, number, barrier in self.late_arrivals:
+            if any(t == tid and k <= number for t, k in flying):
+                waiting.append((tid, number, barrier))
+            else:
+                self.watch.arrived_late(self, tid, number, barrier)
+                self.arrive(barrier)
+        moved = n > 0 or len(waiting) < len(self.late_arrivals)
+        self.late_arrivals = waiting
+        return moved
 
 
 def multiply_tiles(requests: list[tuple]) -> list[tuple]:
@@ -233,6 +298,7 @@ _FLOAT = {
     "max": "maximum({0}, {1})",
     "neg": "-to_float({0})",
     "ex2": "exp2({0})",
+    "lg2": "log2({0})",
     "rcp": "reciprocal({0})",
     "rsqrt": "rsqrt({0})",
     "mov": "{0}",
@@ -257,7 +323,7 @@ _INTEGER = {
 }
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _WAIT = re.compile(
-    r"\{\s*\.reg \.pred done;\s*wait:\s*mbarrier\.try_wait\.parity\S* done, \[([^\]]*)\], ([^;]*);"
+    r"\{\s*\.reg \.pred done;\s*wait:\s*mbarrier\.try_wait\.parity(\S*) done, \[([^\]]*)\], ([^;]*);"
     r"\s*@!done bra wait;\s*\}"
 )
 
@@ -320,6 +386,11 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
     if op.startswith("cp.async.bulk.shared"):
         data = f"memory.load({_address(o[1])}, {_value(o[2])})"
         return f"block.copy_later({_address(o[0])}, {data}, {_address(o[3])})"
+    if op.startswith("cp.async.mbarrier.arrive.noinc"):
+        return f"block.arrive_later(tid, {_address(o[0])})"
+    if op.startswith("cp.async.c"):
+        data = f"memory.load({_address(o[1])}, {_value(o[2])})"
+        return f"block.copy_of_thread(tid, {_address(o[0])}, {data})"
     if name == "mapa":
         return f"{_value(o[0])} = (({_value(o[2])} + 1) << 24) | u32({_value(o[1])})"
     if op == "bar.warp.sync":
@@ -328,7 +399,9 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
         return 'yield ("block",)'
     if op.startswith("barrier.cluster"):
         return f'yield ("cluster {parts[2]}",)'
-    if name in ("fence", "setmaxnreg", "griddepcontrol"):
+    if name == "fence":
+        return "block.fence()"
+    if name in ("setmaxnreg", "griddepcontrol"):
         return "pass"
     if name == "createpolicy":
         return f"{_value(o[0])} = 0"
@@ -372,13 +445,16 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
 
 
 def translate(ptx: str) -> tuple[Callable[..., Any], int]:
-    """:returns: The generator function of a thread, and the number of threads of a block."""
+    """
+    :returns: The generator function of a thread, whose attribute ``statements`` has the PTX of each line, and the number of threads of
+        a block.
+    """
     entry = re.search(r"\.visible \.entry \w+\((.*?)\)\s*(\.[^{]*)\{(.*)\n\}", ptx, re.S)
     assert entry is not None
     parameters = re.findall(r"\.param \.\w+ (\w+)", entry[1])
     threads = re.search(r"reqntid (\d+)", entry[2])
     assert threads is not None
-    body = _WAIT.sub(r"wait [\1], \2;", re.sub(r"//.*", "", entry[3]))
+    body = _WAIT.sub(r"wait\1 [\2], \3;", re.sub(r"//.*", "", entry[3]))
     blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for label, statement in re.findall(r"\s*(?:(\$L\w+):|([^;]+);)", body):
@@ -394,9 +470,11 @@ def translate(ptx: str) -> tuple[Callable[..., Any], int]:
             blocks.append([])
     lines = ["def thread(block, tid, n_blocks, parameters, memory):", "  if 0: yield", "  at = 0"]
     lines.append("  while True:")
+    of_line: dict[int, str] = {}
     for number, statements in enumerate(blocks):
         lines.append(f"    if at == {number}:")
         for statement in statements:
+            of_line[len(lines) + 1] = statement
             guard = ""
             guarded = re.match(r"@(!?)(%\w+)\s+(.*)", statement)
             if guarded:
@@ -413,12 +491,13 @@ def translate(ptx: str) -> tuple[Callable[..., Any], int]:
         lines.append(f"      at = {number + 1}")
     names = {**globals(), "pack": struct.pack, "unpack": struct.unpack}
     exec(compile("\n".join(lines), "<ptx>", "exec"), names)
+    names["thread"].statements = of_line
     return names["thread"], int(threads[1])
 
 
 class _Warp:
-    def __init__(self, block: Block, threads: list[Any]):
-        self.block, self.threads = block, threads
+    def __init__(self, block: Block, first: int, threads: list[Any]):
+        self.block, self.first, self.threads = block, first, threads
         self.waits: list[tuple | None] = [None] * WARP
         self.answers: list[Any] = [None] * WARP
         self.done = [False] * WARP
@@ -439,6 +518,11 @@ class _Warp:
                     elif wait[0] != "go on":
                         break
                 moved = True
+                tid = self.first + lane
+                if wait is not None and wait[0] == "wait":
+                    self.block.watch.waited(self.block, tid, self.line(lane), wait[1])
+                elif wait is not None and wait[0] == "cluster wait":
+                    self.block.watch.cluster_wait(self.block, tid)
                 self.waits[lane] = None
                 try:
                     request = self.threads[lane].send(self.answers[lane])
@@ -447,6 +531,7 @@ class _Warp:
                     break
                 self.answers[lane] = None
                 if request[0] == "cluster arrive":
+                    self.block.watch.cluster_arrive(self.block, tid, self.line(lane))
                     self.phase = cluster["phase"]
                     cluster["arrived"] += 1
                     if cluster["arrived"] == cluster["threads"]:
@@ -456,6 +541,10 @@ class _Warp:
                     request = ("cluster wait", self.phase)
                 self.waits[lane] = request
         return moved | self._together()
+
+    def line(self, lane: int) -> int:
+        """Where a lane waits, in the translated code."""
+        return self.threads[lane].gi_frame.f_lineno
 
     def _together(self) -> bool:
         """What all lanes do at once."""
@@ -470,12 +559,21 @@ class _Warp:
             self.answers = list(multiply_tiles(requests))
         elif kinds == {"shuffle"}:
             self.answers = [requests[lane][0] for _, lane in requests]
+        else:
+            tids = list(range(self.first, self.first + WARP))
+            self.block.watch.together(self.block, tids, {self.line(lane) for lane in range(WARP)})
         self.waits = [("go on",)] * WARP
         return True
 
 
 def launch(
-    ptx: str, grid: int, cluster: int, parameters: list[Any], memory: Memory, seed: int = 0
+    ptx: str,
+    grid: int,
+    cluster: int,
+    parameters: list[Any],
+    memory: Memory,
+    seed: int = 0,
+    watch: Watch | None = None,
 ) -> None:
     """
     Run a kernel to its end, one cluster after the other.
@@ -486,11 +584,18 @@ def launch(
     """
     thread, n_threads = translate(ptx)
     rng = random.Random(seed)
+    watch = watch or Watch()
     for first in range(0, grid, cluster):
         blocks: list[Block] = []
-        blocks += [Block(first + rank, rank, blocks) for rank in range(cluster)]
+        blocks += [Block(first + rank, rank, blocks, watch=watch) for rank in range(cluster)]
+        watch.begin(blocks, n_threads, thread.statements)  # type: ignore[attr-defined]
+
+        def start(block: Block, tid: int) -> Any:
+            own, of_grid = watch.view(block, tid, memory)
+            return thread(own, tid, grid, parameters, of_grid)
+
         warps = [
-            _Warp(b, [thread(b, w + lane, grid, parameters, memory) for lane in range(WARP)])
+            _Warp(b, w, [start(b, w + lane) for lane in range(WARP)])
             for b in blocks
             for w in range(0, n_threads, WARP)
         ]
@@ -508,10 +613,15 @@ def launch(
                 waiting = [w for w in warps if w.block is b and ("block",) in w.waits]
                 if sum(w.waits.count(("block",)) for w in waiting) == n_threads:
                     moved = True
+                    lines = {w.line(lane) for w in waiting for lane in range(WARP)}
+                    watch.together(b, list(range(n_threads)), lines)
                     for w in waiting:
                         w.waits = [("go on",)] * WARP
             idle = 0 if moved else idle + 1
             assert idle < 100, (
                 f"all threads wait: {sorted({str(x) for w in warps for x in w.waits})}"
             )
-        assert not any(b.in_flight for b in blocks), "a block ended before its copies"
+        assert not any(b.in_flight or b.late_arrivals for b in blocks), (
+            "a block ended before its copies"
+        )
+        watch.end()

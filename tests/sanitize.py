@@ -90,6 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         "residual_map": "identity",
     },
     "preln": {"method": "preln", "backend": "auto", "d": 136},
+    "mhc fast, cluster": {"method": "mhc", "backend": "fast", "d": 1024},
 }
 N_BOUNDARIES = 9
 TOKENS = (1, 37)

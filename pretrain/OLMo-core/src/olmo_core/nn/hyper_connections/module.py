@@ -17,12 +17,15 @@ from olmo_core.nn.depth.connection import (
 )
 from olmo_core.nn.transformer.init import _apply_init
 
-from .backends import flexible, tile_kernels
+from .backends import fast, flexible, tile_kernels
 from .backends.flexible.options import BoundaryOptions
 from .backends.reference import mhc_collapse, mhc_controls, mhc_post_mix
 
 if TYPE_CHECKING:
     from .config import HyperConnectionsConfig
+
+KERNELS = (DepthBackend.fast, DepthBackend.flexible)
+"""The backends of our own kernels: they do not look at autocast, and share their inference and their buffers."""
 
 
 class HyperConnectionsBoundary(DepthBoundary):
@@ -133,6 +136,13 @@ class HyperConnectionsBoundary(DepthBoundary):
         self, device: torch.device, dtype: torch.dtype
     ) -> dict[DepthBackend, Callable[[], str | None]]:
         return {
+            DepthBackend.fast: lambda: fast.unavailable(
+                device,
+                dtype,
+                self.d_model,
+                self.config,
+                by_name=self.backend == DepthBackend.fast,
+            ),
             DepthBackend.flexible: lambda: flexible.unavailable(
                 device,
                 dtype,
@@ -154,7 +164,7 @@ class HyperConnectionsBoundary(DepthBoundary):
         self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
     ) -> tuple[State, torch.Tensor]:
         # The kernels do not look at autocast, and leaving and restoring it costs the host as much as a launch.
-        if self.selected_backend == DepthBackend.flexible and connection._RECORDER is None:
+        if self.selected_backend in KERNELS and connection._RECORDER is None:
             return self.run_backend(state, y, norm_weight)
         return super().forward(state, y, norm_weight)
 
@@ -162,11 +172,13 @@ class HyperConnectionsBoundary(DepthBoundary):
         self, state: State, y: torch.Tensor, norm_weight: torch.Tensor
     ) -> tuple[State, torch.Tensor]:
         run: Callable
-        if self.selected_backend == DepthBackend.flexible:
+        if self.selected_backend in KERNELS:
             from .backends.flexible import inference_ops
 
             if inference_ops.takes(y):
                 run = inference_ops.boundary
+            elif self.selected_backend == DepthBackend.fast and torch.is_grad_enabled():
+                from .backends.fast.ops import boundary as run
             else:
                 from .backends.flexible.ops import boundary as run
         elif self.selected_backend == DepthBackend.tile_kernels:

@@ -149,21 +149,22 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     index: int = 1,
     device: str = "cuda",
+    backend: str = "flexible",
     **options: Any,
 ) -> dict[str, Any]:
-    """Errors of the flexible backend and of the reference on the same inputs, against FP64."""
+    """Errors of a backend and of the reference on the same inputs, against FP64."""
     with poisoned_memory():
         module = boundary(d, n, "reference", index, device, **options)
         inputs, grads = draw(module, n_tokens, dtype, device)
 
-        def result(backend: str, precision: torch.dtype | None = None):
-            module = boundary(d, n, backend, index, device, **options)
+        def result(name: str, precision: torch.dtype | None = None):
+            module = boundary(d, n, name, index, device, **options)
             if precision is not None:
                 module.to(precision)
             return run(module, inputs, grads, precision)
 
         truth = result("reference", torch.float64)
-        mine, again, reference = result("flexible"), result("flexible"), result("reference")
+        mine, again, reference = result(backend), result(backend), result("reference")
     errors: dict[str, tuple[float, float]] = {}
     wrong = []
     for kind, tensors in truth.items():
@@ -388,9 +389,9 @@ def copy_bandwidth() -> float:
     return 4 * 2 * buffers[0].numel() * 2 / (graph_us(call) * 1e-6)
 
 
-def host_us(d: int, n: int) -> tuple[float, float]:
+def host_us(d: int, n: int, backend: str = "flexible") -> tuple[float, float]:
     """Microseconds of the host for one eager forward and backward of the module, at 64 tokens."""
-    module = boundary(d, n, "flexible")
+    module = boundary(d, n, backend)
     inputs, grads = draw(module, 64, torch.bfloat16)
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
     wanted = [*leaves.values(), *module.parameters()]

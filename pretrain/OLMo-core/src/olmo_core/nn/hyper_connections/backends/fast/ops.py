@@ -1,0 +1,199 @@
+"""
+Launches, torch op, autograd and the public function of mHC's ``fast`` backend. Importing this module needs Triton: the
+backward and the first and the last boundary are the flexible backend's, with which this one shares its buffers.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from olmo_core.nn.depth.triton_ops import ceil_div, define_op, is_eager, on_device
+
+from ....ldm.backends.fast import cache as kernel_cache
+from ....ldm.backends.fast.driver import Kernel
+from ..flexible import ops as flexible
+from ..flexible.options import BoundaryOptions
+from . import launch_table
+from .layout import TOKENS, Spec
+
+Tensor = torch.Tensor
+
+
+def has_kernel(options: str) -> bool:
+    """Whether the boundary is one between the first and the last: the others are the flexible backend's."""
+    o = BoundaryOptions.decode(options)
+    return o.previous != "first" and o.has_maps
+
+
+@cache
+def _kernel(spec: Spec, device: int) -> Kernel:
+    architecture = kernel_cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
+    if kernel_cache.dsl_version() is None and not kernel_cache.has(spec, architecture):
+        raise RuntimeError(
+            f"mHC's fast backend has no compiled kernel {spec.name} for {architecture}, and nvidia-cutlass-dsl is not "
+            f"installed: install the extra 'cute', or compile on another machine with python -m "
+            f"olmo_core.nn.hyper_connections.backends.fast.precompile and set {kernel_cache.PLACES}"
+        )
+    code = kernel_cache.get(spec, architecture)
+    return Kernel(
+        code.cubin,
+        code.entry,
+        spec.arguments,
+        device=device,
+        threads=spec.threads,
+        shared_bytes=spec.shared["size"],
+        cluster=spec.cluster,
+    )
+
+
+class _Plan:
+    """A kernel with what does not change between calls."""
+
+    def __init__(self, spec: Spec, device: int):
+        self.spec = spec
+        self.kernel = _kernel(spec, device)
+        self.max_clusters = self.kernel.max_clusters()
+        if self.max_clusters < 1:
+            raise RuntimeError(
+                f"mHC's fast backend: this GPU runs no cluster of {spec.cluster} blocks of {spec.name}"
+            )
+
+    def clusters(self, n_tokens: int) -> int:
+        return min(self.max_clusters, ceil_div(n_tokens, TOKENS))
+
+
+@cache
+def _plan(options: str, d: int, device: int) -> _Plan:
+    o = BoundaryOptions.decode(options)
+    architecture = kernel_cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
+    found = launch_table.launch(architecture, d)
+    if found is None:
+        raise RuntimeError(f"mHC's fast backend has no kernel for d_model {d}")
+    assert o.previous == o.next
+    return _Plan(launch_table.spec_of(found, d, o.next), device)
+
+
+def forget_plans() -> None:
+    """Take changes of the launch table into account."""
+    _plan.cache_clear()
+
+
+def _aligned(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, in ``dtype`` if one is given, and at an address for 16-byte accesses, as torch's own allocations are."""
+    if dtype is not None and t.dtype != dtype:
+        t = t.to(dtype)
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def _launch_forward(
+    streams: Tensor | None,
+    y: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    phi: Tensor | None,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """As :func:`..flexible.ops._launch_forward`."""
+    if not has_kernel(options):
+        return flexible._launch_forward(
+            streams, y, post, res, phi, alpha, bias, norm_weight, eps, options
+        )
+    assert streams is not None and post is not None
+    assert phi is not None and alpha is not None and bias is not None
+    d, device = y.shape[-1], y.get_device()
+    n_tokens = y.numel() // d
+    o = BoundaryOptions.decode(options)
+    streams_out, x, post_out, res_out, saved = out = flexible._forward_outputs(o, y)
+    if n_tokens == 0:
+        return out
+    assert post_out is not None
+    plan = _plan(options, d, device)
+    f32 = torch.float32
+    # Kept until the launch.
+    given = [_aligned(streams, y.dtype), _aligned(y), _aligned(post, f32)]
+    given += [_aligned(y if res is None else res, None if res is None else f32)]
+    given += [_aligned(t, f32) for t in (phi, alpha, bias, norm_weight)]
+    with on_device(device):
+        plan.kernel(
+            plan.clusters(n_tokens) * plan.spec.cluster,
+            *[t.data_ptr() for t in given],
+            streams_out.data_ptr(),
+            x.data_ptr(),
+            post_out.data_ptr(),
+            0 if res_out is None else res_out.data_ptr(),
+            saved.data_ptr(),
+            n_tokens,
+            o.iterations,
+            eps,
+        )
+        if plan.spec.maps:
+            return out
+        # The first programs of the flexible backend's second kernel: those for the maps, one token for each thread.
+        maps = flexible._plan(options, d, device, y.dtype)
+        maps.collapse(
+            (ceil_div(n_tokens, maps.collapse_maps), 1, 1),
+            (alpha, bias, norm_weight),
+            (streams_out, x, post_out, res_out, saved),
+            n_tokens,
+            eps,
+        )
+    return out
+
+
+def _op_forward(streams, y, *arguments):
+    return flexible._filled(y, _launch_forward(streams, y, *arguments))
+
+
+_forward = define_op(
+    "mhc_boundary_fast",
+    "(Tensor? streams, Tensor y, Tensor? post, Tensor? res, Tensor? phi, Tensor? alpha, Tensor? bias, "
+    "Tensor norm_weight, float eps, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _op_forward,
+    flexible._fake_forward,
+)
+torch.library.register_autograd(
+    "depth_memory::mhc_boundary_fast", flexible._backward_boundary, setup_context=flexible._setup
+)
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _launch_forward(*inputs)
+        flexible._setup(ctx, inputs, output)
+        return output[:4]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return flexible._backward_boundary(ctx, *grads)
+
+
+def boundary(
+    streams: Tensor | None,
+    y: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+    phi: Tensor | None,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    options: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """
+    One boundary; parameters and results are those of :func:`..flexible.ops.boundary`. The streams are BF16.
+
+    :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
+    """
+    launch: Any
+    if is_eager(y):
+        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
+    else:
+        launch = _forward
+    return launch(streams, y, post, res, phi, alpha, bias, norm_weight, eps, options)[:4]
