@@ -3,8 +3,8 @@ Runs the PTX of LDM's CuTe DSL kernels on a CPU, thread by thread, for tests of 
 
 It knows the instructions that those kernels use: arithmetic, shared and global memory, ``mma.m16n8k16``, shuffles, mbarriers, bulk
 copies and those of single threads, asynchronous stores to other blocks of a cluster. Warps run in random order, and asynchronous copies land late and in
-random order, so that a missing wait shows. It does not check the memory model beyond that, and FP32 arithmetic is not rounded
-until a number is stored.
+random order, so that a missing wait shows; :mod:`ptx_races` checks the memory model beyond that. FP32 arithmetic is not rounded until
+a number is stored.
 """
 
 import math

@@ -219,6 +219,9 @@ class Kernel:
             barrier = base + self.barriers["exchange"] + 8 * buffer
             if lane == 0:
                 ptx.barrier_expect(barrier, 4 * floats * (s.cluster - 1))
+        else:
+            # A warp with two tokens of a tile: all its lanes have read the first one's sums.
+            cute.arch.sync_warp()
         for v in cutlass.range(lane, floats // 4, 32, unroll=1):
             sums = ptx.load_shared_float_4(partials + 16 * v)
             for w in range_constexpr(1, s.product_warps):
