@@ -7,7 +7,6 @@ import ctypes
 import functools
 import re
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -64,43 +63,45 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cache, "dsl_version", lambda: cache.DSL_VERSION)
     assert reason() is None
-    monkeypatch.setattr(launch_table, "TABLE", {})
-    assert "was not timed on sm_90a" in reason(by_name=False)
-    launch_table.TABLE["sm_90a", 1024] = replace(launch_table.rule(1024), timed=True)
-    assert reason(by_name=False) is None
+    assert reason(by_name=False) is None and reason(by_name=False, d=2048) is None
+    assert "512 with residual_map sinkhorn was not timed on sm_90a" in reason(by_name=False, d=512)
+    assert "1024 with residual_map identity was not" in reason(
+        by_name=False, residual_map="identity"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert reason() is None and "was not timed on sm_100f" in reason(by_name=False)
     monkeypatch.setattr(cache, "dsl_version", lambda: None)
     monkeypatch.setenv(cache.PLACES, "nowhere")
     assert "no compiled kernel was found" in reason()
 
 
 def test_by_name_it_says_why_not_and_auto_goes_on(monkeypatch):
-    def select(device: str, **options: Any):
+    def select(device: str, d_model: int = 1024, **options: Any):
         module = HyperConnectionsConfig(**options).build(
-            d_model=1024, index=1, n_sublayers=4, eps=EPS
+            d_model=d_model, index=1, n_sublayers=4, eps=EPS
         )
         return module.select_backend(torch.device(device), torch.bfloat16)
 
     with pytest.raises(OLMoConfigurationError, match=r"'fast' cannot run.*n_streams = 4, not 2"):
         select("cuda", backend="fast", n_streams=2)
-    monkeypatch.setattr(launch_table, "TABLE", {})
     assert select("cpu") == DepthBackend.reference
-    assert select("cuda") == DepthBackend.flexible
+    assert select("cuda", d_model=512) == DepthBackend.flexible
+    monkeypatch.setattr(fast, "unavailable", lambda *a, **k: None)
+    assert select("cuda") == DepthBackend.fast
 
 
 @pytest.mark.parametrize("d", [128, 256, 384, 512, 768, 1024, 1536, 1792, 2048])
 def test_launches_fit_the_machine(d):
-    for launch in launch_table.candidates("sm_90a", d):
-        for residual in ("sinkhorn", "identity"):
-            s = launch_table.spec_of(launch, d, residual)
-            assert s.columns * s.cluster == d and 1 <= s.cluster <= 8
-            assert s.stages >= 3 and s.shared["size"] <= SHARED_BYTES
-            assert s.barriers["exchange"] + 64 <= s.shared["phi"]
-            assert s.token_bytes % 128 == 64  # no bank conflicts
-            r = s.registers
-            given = s.main_warps * r["main"] + s.helper_warps * r["helper"]
-            assert 32 * given <= s.start_registers * s.threads <= 65_536
-            assert s.main_warps % 4 == s.helper_warps % 4 == 0  # registers move by groups of 4
-    assert launch_table.rule(d) in launch_table.candidates("sm_90a", d)
+    for residual in ("sinkhorn", "identity"):
+        s = launch_table.spec(d, residual)
+        assert s is not None and s.columns * s.cluster == d and 1 <= s.cluster <= 8
+        assert s.stages >= 3 and s.shared["size"] <= SHARED_BYTES
+        assert s.barriers["exchange"] + 64 <= s.shared["gain"]
+        assert s.token_bytes % 128 == 64  # no bank conflicts
+        r = s.registers
+        given = s.main_warps * r["main"] + s.helper_warps * r["helper"]
+        assert 32 * given <= s.start_registers * s.threads <= 65_536
+        assert s.main_warps % 4 == s.helper_warps % 4 == 0  # registers move by groups of 4
 
 
 def test_only_boundaries_between_the_first_and_the_last_have_a_kernel():
@@ -118,7 +119,9 @@ def test_no_compiler_and_no_kernel_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.PLACES, str(tmp_path))
     monkeypatch.setattr(cache, "dsl_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(RuntimeError, match=r"mHC's fast.*extra 'cute'.*precompile"):
+    with pytest.raises(
+        RuntimeError, match=r"mhc_1024.*extra 'cute'.*hyper_connections.backends.fast.precompile"
+    ):
         ops._kernel(Spec(1024, cluster=4), 0)
 
 
@@ -192,9 +195,8 @@ class Emulated:
         sizes = [n * s.phi_columns, n, n, n * 4]
         parts = torch.from_numpy(arrays["saved"]).view(torch.float32).split(sizes)
         names = ("products", "rstd", "rstd_h", "pre")
-        if s.maps:
-            out["new post"] = torch.from_numpy(arrays["new post"]).view(torch.float32)
-        if s.maps and s.next == "sinkhorn":
+        out["new post"] = torch.from_numpy(arrays["new post"]).view(torch.float32)
+        if s.next == "sinkhorn":
             out["new res"] = torch.from_numpy(arrays["new res"]).view(torch.float32)
         return {**out, **dict(zip(names, parts, strict=True))}
 
@@ -214,9 +216,8 @@ class Emulated:
         controls = mhc_controls(
             rounded.view(self.n, 4, -1), module.phi, module.alpha, module.bias, EPS, 20
         )
-        if self.spec.maps:
-            exact["new post"] = controls.post
-        if self.spec.maps and controls.res is not None:
+        exact["new post"] = controls.post
+        if controls.res is not None:
             exact["new res"] = controls.res
         return {"new streams": new, "x": x} | {k: t.detach() for k, t in exact.items()}
 
@@ -233,10 +234,11 @@ def relative_rms(a: torch.Tensor, b: torch.Tensor) -> float:
         # The ring is shorter than the work; a tile that is not full.
         (37, 1, {"d": 128, "max_stages": 2}),
         # Two blocks share a token; nothing is loaded ahead.
-        (17, 1, {"d": 256, "cluster": 2, "load_warps": 1, "max_stages": 1, "kept": 1}),
-        (17, 2, {"d": 128, "lag": 2, "copy": "lanes", "load_warps": 3, "kept": 3}),
+        (17, 1, {"d": 256, "cluster": 2, "max_stages": 1}),
+        # Two blocks, each with its own tokens.
+        (17, 2, {"d": 128}),
         # Eight main warps.
-        (9, 1, {"d": 512, "cluster": 2, "load_warps": 4, "maps": False}),
+        (9, 1, {"d": 512, "cluster": 2}),
         (9, 1, {"d": 512, "cluster": 4, "previous": "identity", "next": "identity"}),
     ],
     ids=str,
@@ -278,12 +280,11 @@ class EmulatedPlan:
 
 
 @needs_dsl
-@pytest.mark.parametrize("maps", [True, False])
-def test_a_module_with_gradients(maps, monkeypatch):
+def test_a_module_with_gradients(monkeypatch):
     """The kernel in the emulator, the rest in Triton's interpreter; against the reference in FP64."""
     if torch.cuda.is_available():
         pytest.skip("Triton does not interpret where there is a GPU")
-    plan = EmulatedPlan(Spec(128, maps=maps))
+    plan = EmulatedPlan(Spec(128))
     monkeypatch.setattr(ops, "_plan", lambda *key: plan)
     monkeypatch.setattr(fast, "unavailable", lambda *a, **k: None)
     found = flexible.check(128, 4, 9, device="cpu", backend="fast", sinkhorn_iterations=3)
@@ -302,7 +303,7 @@ def test_a_module_with_gradients(maps, monkeypatch):
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("d", [1024, 2048])
 def test_compiled_code(d, architecture, tmp_path):
-    spec = launch_table.spec(architecture, d, "sinkhorn")
+    spec = launch_table.spec(d, "sinkhorn")
     assert spec is not None
     code, ptx = cache.build(spec, architecture)
     # 64-bit addresses of global memory, everywhere.

@@ -140,6 +140,8 @@ class Case:
         actual = self.run("flexible", layout=layout).named()
         reference = self.run("reference").named()
         bounds = TOLERANCE[self.dtype]
+        # With one stream the norm undoes the last gate: its gradients are 1e-4 of their terms.
+        cancelled = self.config.n_streams == 1 and self.index == LAST
         # The interpreter rounds to BF16 towards zero: twice the error of rounding to nearest.
         if self.dtype == torch.bfloat16 and DEVICE == "cpu":
             widened *= 2.0
@@ -147,13 +149,18 @@ class Case:
             kind = name.split()[0]
             t = actual[name]
             assert t.dtype == reference[name].dtype and t.shape == expected.shape, name
-            # A gate's scale gets a sum of small terms of both signs over few tokens: measured against its bias.
-            scale = truth["parameter bias"] if name == "parameter alpha" else expected
+            scale = expected
+            if cancelled and name.split()[-1] in ("phi", "alpha", "bias"):
+                # Differences of terms as large as those of the norm's gain, whose rounding is all that can be asked for.
+                scale = truth["parameter norm_weight"]
+            elif name == "parameter alpha":
+                # A gate's scale gets a sum of small terms of both signs over few tokens: measured against its bias.
+                scale = truth["parameter bias"]
             error = relative_rms(t, expected, scale)
             other = relative_rms(reference[name], expected, scale)
             bound = widened * bounds[kind]
             if kind == "parameter" or self.dtype == torch.float32:
-                # Cancellation, in the reference too: with one stream the norm undoes the last gate altogether.
+                # Cancellation, in the reference too.
                 bound = max(bound, 3.0 * widened * other)
             assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}, reference {other:.2e}"
             # Rounded where the reference is, and not once more.

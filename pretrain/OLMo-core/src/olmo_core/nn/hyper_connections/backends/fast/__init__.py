@@ -53,16 +53,17 @@ def unavailable(
     """
     Why the backend cannot run for these, as one clause; ``None`` if it can.
 
-    :param by_name: Whether it was asked for by its name: ``auto`` takes only widths that were timed on the GPU.
+    :param by_name: Whether it was asked for by its name: ``auto`` takes only what was timed on the GPU.
     """
     reason = refused(device, dtype, d_model, config)
     if reason is not None:
         return reason
     architecture = cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
-    if not by_name and not launch_table.timed(architecture, d_model):
-        return f"d_model {d_model} was not timed on {architecture}"
+    residual = str(config.residual_map)
+    if not by_name and not launch_table.timed(architecture, d_model, residual):
+        return f"d_model {d_model} with residual_map {residual} was not timed on {architecture}"
     if cache.dsl_version() is None:
-        spec = launch_table.spec(architecture, d_model, str(config.residual_map))
+        spec = launch_table.spec(d_model, residual)
         if spec is None or not cache.has(spec, architecture):
             return "nvidia-cutlass-dsl (the extra 'cute') is not installed and no compiled kernel was found"
     return None

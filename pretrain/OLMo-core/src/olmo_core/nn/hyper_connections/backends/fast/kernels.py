@@ -13,35 +13,22 @@ from cutlass.cute.arch import inline_ptx
 
 from ....ldm.backends.fast import ptx
 from ....ldm.backends.fast.pieces import max_over, split, sum_over, zeros
-from .layout import COEFFICIENT_WARPS, GRAM, STREAMS, TOKENS, UNIT, Spec
+from .layout import (
+    COEFFICIENT_BUFFERS,
+    COEFFICIENT_WARPS,
+    GRAM,
+    LOAD_WARPS,
+    STREAMS,
+    TOKENS,
+    UNIT,
+    Spec,
+)
 
 PAIRS = [(n, n) for n in range(4)] + [(0, 1), (2, 3), (0, 2), (1, 3), (0, 3), (1, 2)]
 """
 The products of the streams with each other, in the order in which they are kept: first ``n`` with itself, then with ``n ^ 1``, ``n ^ 2``
 and ``n ^ 3``.
 """
-
-
-def store_shared_4(address, values):
-    inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[Int32(address), *map(Uint32, values)],
-    )
-
-
-def copy_lane(destination, source):
-    """16 bytes from global to shared memory, past the L1 cache, without a register."""
-    inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-        read_only_args=[Int32(destination), Int64(source)],
-    )
-
-
-def arrive_after_copies(barrier):
-    """Arrive once this lane's copies so far have landed."""
-    inline_ptx(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier)]
-    )
 
 
 def log(x):
@@ -67,8 +54,8 @@ def fold(values, upper, distance: int) -> list:
 class Forward:
     """
     A persistent cluster of blocks takes tiles of 8 tokens in turn; a block has some of the columns. The main warps mix the
-    streams of a tile, store them and take their products; the coefficient warps make gates and norms of these; ``lag`` tiles
-    later the main warps collapse the streams, which they still have in registers. Helper warps load.
+    streams of a tile, store them and take their products; the coefficient warps make gates and norms of these; one tile
+    later the main warps collapse the streams, which they still have in registers. Two warps load, one makes the maps.
     """
 
     def __init__(self, spec: Spec):
@@ -171,17 +158,16 @@ class Forward:
                     base, alpha, bias, saved, n_tokens, eps, first_tile, step, n, rank,
                     warp - s.main_warps, lane,
                 )  # fmt: skip
-            elif warp < self.first_loader + s.load_warps:
+            elif warp < self.first_loader + LOAD_WARPS:
                 self.load(
                     base, streams, y, post, res, n_tokens, first_tile, step, n, rank,
                     warp - self.first_loader, lane,
                 )  # fmt: skip
-            elif cutlass.const_expr(s.maps):
-                if warp == self.first_loader + s.load_warps:
-                    self.maps(
-                        base, alpha, bias, post_out, res_out, n_tokens, iterations, eps, first_tile,
-                        step, n, rank, lane,
-                    )  # fmt: skip
+            elif warp == self.first_loader + LOAD_WARPS:
+                self.maps(
+                    base, alpha, bias, post_out, res_out, n_tokens, iterations, eps, first_tile, step,
+                    n, rank, lane,
+                )  # fmt: skip
         if cutlass.const_expr(s.cluster > 1):
             # A block's shared memory must outlive the last store of its peers.
             cute.arch.cluster_arrive()
@@ -193,11 +179,10 @@ class Forward:
         s = self.spec
         b = self.barriers
         if thread == 0:
-            full = 1 if s.copy == "bulk" else 32 * s.load_warps
             for i in range_constexpr(s.stages):
-                ptx.barrier_init(base + b["full"] + 8 * i, full)
+                ptx.barrier_init(base + b["full"] + 8 * i, 1)
                 ptx.barrier_init(base + b["empty"] + 8 * i, s.main_warps)
-            for i in range_constexpr(s.coefficient_buffers):
+            for i in range_constexpr(COEFFICIENT_BUFFERS):
                 ptx.barrier_init(base + b["coefficients_full"] + 8 * i, COEFFICIENT_WARPS)
             for i in range_constexpr(2):
                 ptx.barrier_init(base + b["maps_full"] + 8 * i, COEFFICIENT_WARPS)
@@ -244,42 +229,21 @@ class Forward:
             outputs = y + Int64(2) * (Int64(token) * s.d + rank * s.columns)
             maps = post + Int64(token) * (4 * STREAMS)
             mixes = res + Int64(token) * (4 * STREAMS * STREAMS)
-            if cutlass.const_expr(s.copy == "bulk"):
-                if lane == 0 and loader == 0:
-                    ptx.barrier_expect(full, there * s.token_loads)
-                    ptx.copy_to_shared(tile + s.post_offset, maps, there * (4 * STREAMS), full)
-                    if cutlass.const_expr(s.previous == "sinkhorn"):
-                        n_bytes = there * (4 * STREAMS * STREAMS)
-                        ptx.copy_to_shared(tile + s.res_offset, mixes, n_bytes, full)
-                cute.arch.sync_warp()
-                first = loader + s.load_warps * lane
-                for row in cutlass.range(first, n_rows, 32 * s.load_warps, unroll=1):
-                    self.copy_row(tile, rows, outputs, row, full, 0)
-            else:
-                pieces = s.row_bytes // 16
-                first = loader * 32 + lane
-                for p in cutlass.range(first, n_rows * pieces, 32 * s.load_warps, unroll=4):
-                    self.copy_row(tile, rows, outputs, p // pieces, full, 16 * (p % pieces))
-                if loader == s.load_warps - 1:
-                    if lane < there:
-                        copy_lane(tile + s.post_offset + 16 * lane, maps + 16 * lane)
-                    if cutlass.const_expr(s.previous == "sinkhorn"):
-                        if lane < 4 * there:
-                            copy_lane(tile + s.res_offset + 16 * lane, mixes + 16 * lane)
-                arrive_after_copies(full)
-
-    def copy_row(self, tile, rows, outputs, row, full, at):
-        """``row``: the streams of a token and its ``y``, then those of the next token."""
-        s = self.spec
-        t = row // (STREAMS + 1)
-        k = row % (STREAMS + 1)
-        of_streams = rows + Int64(2) * (t * (STREAMS * s.d) + k * s.d)
-        source = cutlass.select_(k < STREAMS, of_streams, outputs + Int64(2) * (t * s.d))
-        to = tile + t * s.token_bytes + k * s.row_bytes
-        if s.copy == "bulk":
-            ptx.copy_to_shared(to, source, s.row_bytes, full)
-        else:
-            copy_lane(to + at, source + at)
+            if lane == 0 and loader == 0:
+                ptx.barrier_expect(full, there * s.token_loads)
+                ptx.copy_to_shared(tile + s.post_offset, maps, there * (4 * STREAMS), full)
+                if cutlass.const_expr(s.previous == "sinkhorn"):
+                    n_bytes = there * (4 * STREAMS * STREAMS)
+                    ptx.copy_to_shared(tile + s.res_offset, mixes, n_bytes, full)
+            cute.arch.sync_warp()
+            # The streams of a token and its y, then those of the next token.
+            for row in cutlass.range(loader + LOAD_WARPS * lane, n_rows, 32 * LOAD_WARPS, unroll=1):
+                t = row // (STREAMS + 1)
+                k = row % (STREAMS + 1)
+                of_streams = rows + Int64(2) * (t * (STREAMS * s.d) + k * s.d)
+                source = cutlass.select_(k < STREAMS, of_streams, outputs + Int64(2) * (t * s.d))
+                to = tile + t * s.token_bytes + k * s.row_bytes
+                ptx.copy_to_shared(to, source, s.row_bytes, full)
 
     # The main warps.
 
@@ -287,42 +251,35 @@ class Forward:
     def main(
         self, base, phi, streams_out, x, n_tokens, first_tile, step, n, rank, warp, lane
     ):  # fmt: skip
-        s = self.spec
-        kept = self.load_phi(base, phi, rank, warp, lane)
-        # The streams of the last tiles as they were rounded, 16 registers for each tile.
-        held = cute.make_rmem_tensor(16 * s.lag, Uint32)
-        for k in range_constexpr(16 * s.lag):
+        fragments = self.load_phi(phi, rank, warp, lane)
+        # The streams of the last tile as they were rounded.
+        held = cute.make_rmem_tensor(16, Uint32)
+        for k in range_constexpr(16):
             held[k] = Uint32(0)
-        for i in cutlass.range(n + s.lag, unroll=1):
+        for i in cutlass.range(n + 1, unroll=1):
             new = cute.make_rmem_tensor(16, Uint32)
             for k in range_constexpr(16):
                 new[k] = Uint32(0)
             if i < n:
                 tile = first_tile + i * step
                 self.mix(
-                    base, kept, new, streams_out, n_tokens, i, tile, rank, warp, lane
+                    base, fragments, new, streams_out, n_tokens, i, tile, rank, warp, lane
                 )  # fmt: skip
-            if i >= s.lag:
-                tile = first_tile + (i - s.lag) * step
-                self.collapse(base, held, x, n_tokens, i - s.lag, tile, rank, warp, lane)
-            for k in range_constexpr(16 * (s.lag - 1)):
-                held[k] = held[16 + k]
+            if i >= 1:
+                tile = first_tile + (i - 1) * step
+                self.collapse(base, held, x, n_tokens, i - 1, tile, rank, warp, lane)
             for k in range_constexpr(16):
-                held[16 * (s.lag - 1) + k] = new[k]
+                held[k] = new[k]
 
-    def fragments(self, base, warp, lane):
-        return base + self.shared["phi"] + warp * self.spec.fragment_bytes + 16 * lane
-
-    def load_phi(self, base, phi, rank, warp, lane) -> list:
+    def load_phi(self, phi, rank, warp, lane) -> list:
         """
         ``phi`` as fragments ``a``: rows 0-7 what BF16 keeps of 8 of its columns, rows 8-15 what BF16 keeps of the rest. A lane's
-        own parts, in its registers (returned) or, for no other lane, in shared memory.
+        own parts, in its registers: 32 for each 8 columns of ``phi``.
         """
         s = self.spec
         g, c = lane // 4, lane % 4
-        place = self.fragments(base, warp, lane)
         column = rank * s.columns + warp * UNIT + 8 * c
-        kept = []
+        fragments = []
         for n in range(STREAMS):
             for h in range(2):
                 at = phi + Int64(4) * ((n * s.d + column + 4 * h) * s.phi_columns + g)
@@ -330,19 +287,14 @@ class Forward:
                     [ptx.load_global_float(at + 4 * (k * s.phi_columns + 8 * m)) for k in range(4)]
                     for m in range(s.phi_tiles)
                 ]
-                for m, values in enumerate(loaded):
+                for values in loaded:
                     high, low = split(values[:2])
                     more_high, more_low = split(values[2:])
-                    parts = (high, low, more_high, more_low)
-                    if m < s.kept:
-                        kept.append(parts)
-                    else:
-                        number = (2 * n + h) * (s.phi_tiles - s.kept) + m - s.kept
-                        store_shared_4(place + 512 * number, parts)
-        return kept
+                    fragments.append((high, low, more_high, more_low))
+        return fragments
 
     @cute.jit
-    def mix(self, base, kept, new, streams_out, n_tokens, i, tile, rank, warp, lane):
+    def mix(self, base, fragments, new, streams_out, n_tokens, i, tile, rank, warp, lane):
         """The new streams of a tile, their products with ``phi`` and with each other."""
         s = self.spec
         g, c = lane // 4, lane % 4
@@ -395,18 +347,13 @@ class Forward:
         for k in range_constexpr(STREAMS):
             ptx.store_global_4(out + 2 * k * s.d, rounded[k], predicate=valid)
 
-        place = self.fragments(base, warp, lane)
         # Both halves apart: half as long a chain.
         sums = [[zeros() for _ in range(s.phi_tiles)] for _ in range(2)]
         for n in range_constexpr(STREAMS):
             for h in range_constexpr(2):
                 b = (rounded[n][2 * h], rounded[n][2 * h + 1])
                 for m in range_constexpr(s.phi_tiles):
-                    if cutlass.const_expr(m < s.kept):
-                        a = kept[(2 * n + h) * s.kept + m]
-                    else:
-                        number = (2 * n + h) * (s.phi_tiles - s.kept) + m - s.kept
-                        a = ptx.load_shared_4(place + 512 * number)
+                    a = fragments[(2 * n + h) * s.phi_tiles + m]
                     sums[h][m] = ptx.mma(a, b, sums[h][m])
         of_lane = fold(fold(gram, c >= 2, 2), c % 2 == 1, 1)
 
@@ -426,21 +373,21 @@ class Forward:
 
     def coefficients_of(self, base, i, t):
         """The weights of the streams of token ``t`` of this block's tile ``i``, the norm's factor included."""
-        buffer = i % self.spec.coefficient_buffers
+        buffer = i % COEFFICIENT_BUFFERS
         return base + self.shared["coefficients"] + (buffer * TOKENS + t) * (4 * STREAMS)
 
     def coefficients_barrier(self, base, i):
-        return base + self.barriers["coefficients_full"] + 8 * (i % self.spec.coefficient_buffers)
+        return base + self.barriers["coefficients_full"] + 8 * (i % COEFFICIENT_BUFFERS)
 
     @cute.jit
     def collapse(self, base, held, x, n_tokens, i, tile, rank, warp, lane):
-        """``x`` of a tile that was mixed ``lag`` tiles ago."""
+        """``x`` of a tile that was mixed one tile ago."""
         s = self.spec
         g, c = lane // 4, lane % 4
         in_block = warp * UNIT + 8 * c
         gains = base + self.shared["gain"] + 4 * in_block
         gain = [*ptx.load_shared_float_4(gains), *ptx.load_shared_float_4(gains + 16)]
-        phase = (i // s.coefficient_buffers) & 1
+        phase = (i // COEFFICIENT_BUFFERS) & 1
         ptx.barrier_wait(self.coefficients_barrier(base, i), phase)
         weights = ptx.load_shared_float_4(self.coefficients_of(base, i, g))
         out = []
@@ -480,18 +427,16 @@ class Forward:
         scale = ptx.load_global_float(alpha)
         shift = ptx.load_global_float(bias + Int64(4) * stream)
         rstds = saved + Int64(4 * s.phi_columns) * n_tokens
-        total = base + self.shared["total"]
         for i in cutlass.range(n, unroll=1):
             tile = first_tile + i * step
             # The maps of every so manieth tile are made here.
             owned = i % s.cluster == rank
             turn = i // s.cluster
-            if cutlass.const_expr(s.maps):
-                place = cutlass.select_(owned, turn & 1, Int32(2))
-                total = base + self.shared["total"] + place * s.total_bytes
-                if owned:
-                    empty = base + self.barriers["maps_empty"] + 8 * (turn & 1)
-                    ptx.barrier_wait(empty, (turn // 2 + 1) & 1)
+            place = cutlass.select_(owned, turn & 1, Int32(2))
+            total = base + self.shared["total"] + place * s.total_bytes
+            if owned:
+                empty = base + self.barriers["maps_empty"] + 8 * (turn & 1)
+                ptx.barrier_wait(empty, (turn // 2 + 1) & 1)
             ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
             partials = base + self.shared["partial"] + offset
             sums = self.add_up(partials, s.main_warps, 4 * TOKENS * s.floats)
@@ -548,9 +493,8 @@ class Forward:
             ptx.store_shared_float(at, gate * rstd_h, predicate=first_gate)
             cute.arch.sync_warp()
             ptx.barrier_arrive(self.coefficients_barrier(base, i), predicate=lane == 0)
-            if cutlass.const_expr(s.maps):
-                full = base + self.barriers["maps_full"] + 8 * (turn & 1)
-                ptx.barrier_arrive(full, predicate=owned & (lane == 0))
+            full = base + self.barriers["maps_full"] + 8 * (turn & 1)
+            ptx.barrier_arrive(full, predicate=owned & (lane == 0))
 
             number = tile * TOKENS + of_gate
             saves = first_gate & (number < n_tokens) & (of_gate % s.cluster == rank)

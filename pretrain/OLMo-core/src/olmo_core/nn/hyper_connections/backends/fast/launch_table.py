@@ -1,87 +1,38 @@
 """
-Launch numbers of the ``fast`` kernel: a rule for any width, and rows that were timed. No tuning at run time.
-
-There is no row yet: nothing was timed on a GPU.
+Launch numbers of the ``fast`` kernel: one rule for all widths, and the widths that were timed with it. No tuning at run time.
 """
-
-from dataclasses import dataclass, replace
 
 from ....ldm.backends.fast.driver import PORTABLE_CLUSTER
 from .layout import Spec
 
-
-@dataclass(frozen=True)
-class Launch:
-    """The numbers of :class:`.layout.Spec` that a shape leaves open."""
-
-    cluster: int
-    lag: int = 1
-    copy: str = "bulk"
-    load_warps: int = 2
-    kept: int = 0
-    maps: bool = True
-    timed: bool = False
-
-
 COLUMNS = (256, 128)
-"""Of a block, the first that divides the width: ``phi``'s part is 96 KiB or 48 KiB of shared memory."""
+"""Of a block, the first that divides the width: 32 for each of 8 or 4 main warps."""
 
-TABLE: dict[tuple[str, int], Launch] = {}
-"""By architecture and width."""
+TIMED: frozenset[tuple[str, int]] = frozenset(
+    {
+        # NVIDIA H200, torch 2.11.0+cu130, triton 3.6, 2026-12-01, commit 2e3d156, `fast.tune --only time`; 16,384 and 65,536 tokens.
+        # 111.6 us, 1.42 x floor; 398.7 us, 1.27 x floor
+        ("sm_90a", 1024),
+        # 213.7 us, 1.36 x floor; 811.8 us, 1.29 x floor
+        ("sm_90a", 2048),
+    }
+)
+"""Architecture and width, with ``H_res`` by the Sinkhorn iteration: all that ``auto`` takes."""
 
 
-def rule(d: int) -> Launch | None:
-    """``None`` if the width has no kernel."""
+def rule(d: int) -> int | None:
+    """The blocks of a cluster, which share a token; ``None`` if the width has no kernel."""
     for columns in COLUMNS:
         if d % columns == 0 and d // columns <= PORTABLE_CLUSTER:
-            return Launch(d // columns)
+            return d // columns
     return None
 
 
-def launch(architecture: str, d: int) -> Launch | None:
-    return TABLE.get((architecture, d)) or rule(d)
-
-
-def spec_of(found: Launch, d: int, residual: str) -> Spec:
+def spec(d: int, residual: str) -> Spec | None:
     """:param residual: ``sinkhorn`` or ``identity``, before and after a boundary."""
-    columns = 3 if residual == "sinkhorn" else 1
-    return Spec(
-        d,
-        residual,
-        residual,
-        cluster=found.cluster,
-        lag=found.lag,
-        copy=found.copy,
-        load_warps=found.load_warps,
-        kept=min(found.kept, columns),
-        maps=found.maps,
-    )
+    cluster = rule(d)
+    return None if cluster is None else Spec(d, residual, residual, cluster)
 
 
-def spec(architecture: str, d: int, residual: str) -> Spec | None:
-    found = launch(architecture, d)
-    return None if found is None else spec_of(found, d, residual)
-
-
-def timed(architecture: str, d: int) -> bool:
-    row = TABLE.get((architecture, d))
-    return row is not None and row.timed
-
-
-def candidates(architecture: str, d: int) -> list[Launch]:
-    """At most eight, the one in use first."""
-    base = launch(architecture, d)
-    if base is None:
-        return []
-    plain = Launch(base.cluster)
-    found = [
-        replace(base, timed=False),
-        plain,
-        replace(plain, maps=False),
-        replace(plain, lag=2),
-        replace(plain, kept=3),
-        replace(plain, kept=3, load_warps=3),
-        replace(plain, copy="lanes", load_warps=3),
-        replace(plain, kept=3, copy="lanes", load_warps=3),
-    ]
-    return list(dict.fromkeys(found))[:8]
+def timed(architecture: str, d: int, residual: str) -> bool:
+    return residual == "sinkhorn" and (architecture, d) in TIMED

@@ -16,6 +16,10 @@ UNIT = 32
 """Columns of a main warp: 8 for each of a fragment's 4 lanes in a row."""
 COEFFICIENT_WARPS = 4
 """Each has two tokens of a tile."""
+LOAD_WARPS = 2
+MAP_WARPS = 1
+COEFFICIENT_BUFFERS = 2
+"""All main warps have collapsed tile ``i - 2`` before they have all mixed tile ``i``."""
 ROW_PAD = 64
 """
 Bytes between the tokens of a tile. A row is a multiple of 128 bytes, and the 8 lanes of one phase of a 16-byte load read 64
@@ -36,23 +40,13 @@ class Spec:
     """The maps of the next sublayer: with or without (``identity``) those that ``H_res`` comes from."""
     cluster: int = 1
     """Blocks that share a token, each with ``d / cluster`` of its columns."""
-    lag: int = 1
-    """Tiles between a tile's mixing and its collapse, which waits for sums over the cluster."""
-    copy: str = "bulk"
-    """How rows reach shared memory: one ``bulk`` copy for each, or ``lanes``: 16 bytes for each lane (``cp.async``)."""
-    load_warps: int = 2
-    kept: int = 0
-    """Of ``phi``'s tiles of 8 columns, so many are kept in registers, not in shared memory."""
-    maps: bool = True
-    """Make ``post`` and ``res`` too, with a warp of its own; without, another kernel makes them of what is saved."""
     max_stages: int = 8
+    """Of the ring: tiles that are loaded ahead."""
 
     def __post_init__(self) -> None:
         fits = self.d % (self.cluster * UNIT) == 0 and self.main_warps in (4, 8)
         known = {self.previous, self.next} <= {"sinkhorn", "identity"}
-        loads = 1 <= self.load_warps <= 4 - self.maps
-        kept = 0 <= self.kept <= self.phi_tiles
-        if not (fits and known and loads and kept and self.lag in (1, 2)):
+        if not (fits and known):
             raise ValueError(f"no kernel for {self}")
 
     @property
@@ -86,8 +80,8 @@ class Spec:
 
     @cached_property
     def helper_warps(self) -> int:
-        """Registers move between groups of 4 warps: some of these may have nothing to do."""
-        return round_up(COEFFICIENT_WARPS + self.load_warps + self.maps, 4)
+        """Registers move between groups of 4 warps: one of these has nothing to do."""
+        return round_up(COEFFICIENT_WARPS + LOAD_WARPS + MAP_WARPS, 4)
 
     @cached_property
     def threads(self) -> int:
@@ -150,11 +144,6 @@ class Spec:
     # Shared memory, in bytes.
 
     @cached_property
-    def fragment_bytes(self) -> int:
-        """``phi`` of a main warp: 16 bytes for each lane, stream, half of its columns and tile."""
-        return STREAMS * 2 * (self.phi_tiles - self.kept) * 512
-
-    @cached_property
     def exchange_bytes(self) -> int:
         """Of one tile, with a place for every block of the cluster."""
         return 4 * self.cluster * TOKENS * self.floats
@@ -172,12 +161,11 @@ class Spec:
         """Where the parts begin; ``size`` is their sum."""
         parts = {
             "barriers": 512,
-            "phi": self.main_warps * self.fragment_bytes,
             "gain": 4 * self.columns,
             "partial": 4 * self.main_warps * TOKENS * self.floats,
             "total": 3 * self.total_bytes,
             "exchange": 2 * self.exchange_bytes if self.cluster > 1 else 0,
-            "coefficients": self.coefficient_buffers * 4 * TOKENS * STREAMS,
+            "coefficients": COEFFICIENT_BUFFERS * 4 * TOKENS * STREAMS,
         }
         offsets, at = {}, 0
         for name, size in parts.items():
@@ -190,11 +178,6 @@ class Spec:
         return offsets
 
     @property
-    def coefficient_buffers(self) -> int:
-        """All main warps have collapsed tile ``i - 1 - lag`` before they have all mixed tile ``i``."""
-        return self.lag + 1
-
-    @property
     def stages(self) -> int:
         return self.shared["stages"]
 
@@ -202,7 +185,7 @@ class Spec:
 
     @cached_property
     def barriers(self) -> dict[str, int]:
-        n, buffers = self.stages, self.coefficient_buffers
+        n, buffers = self.stages, COEFFICIENT_BUFFERS
         return {
             "full": 0,
             "empty": 8 * n,

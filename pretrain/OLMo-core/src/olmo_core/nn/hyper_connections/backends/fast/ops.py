@@ -29,12 +29,6 @@ def has_kernel(options: str) -> bool:
 @cache
 def _kernel(spec: Spec, device: int) -> Kernel:
     architecture = kernel_cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
-    if kernel_cache.dsl_version() is None and not kernel_cache.has(spec, architecture):
-        raise RuntimeError(
-            f"mHC's fast backend has no compiled kernel {spec.name} for {architecture}, and nvidia-cutlass-dsl is not "
-            f"installed: install the extra 'cute', or compile on another machine with python -m "
-            f"olmo_core.nn.hyper_connections.backends.fast.precompile and set {kernel_cache.PLACES}"
-        )
     code = kernel_cache.get(spec, architecture)
     return Kernel(
         code.cubin,
@@ -66,17 +60,11 @@ class _Plan:
 @cache
 def _plan(options: str, d: int, device: int) -> _Plan:
     o = BoundaryOptions.decode(options)
-    architecture = kernel_cache.ARCHITECTURES[torch.cuda.get_device_capability(device)[0]]
-    found = launch_table.launch(architecture, d)
-    if found is None:
-        raise RuntimeError(f"mHC's fast backend has no kernel for d_model {d}")
     assert o.previous == o.next
-    return _Plan(launch_table.spec_of(found, d, o.next), device)
-
-
-def forget_plans() -> None:
-    """Take changes of the launch table into account."""
-    _plan.cache_clear()
+    spec = launch_table.spec(d, o.next)
+    if spec is None:
+        raise RuntimeError(f"mHC's fast backend has no kernel for d_model {d}")
+    return _Plan(spec, device)
 
 
 def _aligned(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -130,17 +118,6 @@ def _launch_forward(
             saved.data_ptr(),
             n_tokens,
             o.iterations,
-            eps,
-        )
-        if plan.spec.maps:
-            return out
-        # The first programs of the flexible backend's second kernel: those for the maps, one token for each thread.
-        maps = flexible._plan(options, d, device, y.dtype)
-        maps.collapse(
-            (ceil_div(n_tokens, maps.collapse_maps), 1, 1),
-            (alpha, bias, norm_weight),
-            (streams_out, x, post_out, res_out, saved),
-            n_tokens,
             eps,
         )
     return out

@@ -1,10 +1,9 @@
 """
 Compile the ``fast`` kernels without a GPU, for machines that have one but not the CuTe DSL::
 
-    python -m olmo_core.nn.hyper_connections.backends.fast.precompile --arch sm_90a --out kernels [--widths 1024,2048] [--candidates]
+    python -m olmo_core.nn.hyper_connections.backends.fast.precompile --arch sm_90a --out kernels [--widths 1024,2048]
 
-Without ``--widths``: every row of the launch table, or the standard widths for an architecture that has no rows. Set
-``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used; it can be that of LDM's kernels.
+Set ``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used; it can be that of LDM's kernels.
 """
 
 import argparse
@@ -16,7 +15,8 @@ from ....ldm.backends.fast.precompile import compile_all
 from . import launch_table
 from .layout import Spec
 
-WIDTHS = [512, 1024, 2048]
+WIDTHS = "512,1024,2048"
+"""Of the scales that have a kernel."""
 
 
 def parse_widths(text: str) -> list[int]:
@@ -31,28 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
     parser.add_argument("--out", required=True, type=Path, help="the folder for the kernels")
-    parser.add_argument("--widths", help="such as 1024,2048")
+    parser.add_argument("--widths", default=WIDTHS, help=f"the default is {WIDTHS}")
     parser.add_argument("--residual-map", default="sinkhorn", choices=["sinkhorn", "identity"])
-    parser.add_argument(
-        "--candidates", action="store_true", help="the launches that tune tries, too"
-    )
     args = parser.parse_args()
     if cache.dsl_version() is None:
         sys.exit(
             "precompile needs nvidia-cutlass-dsl: install the extra 'cute' (uv sync --extra cute)"
         )
-    widths = sorted({d for a, d in launch_table.TABLE if a == args.arch}) or WIDTHS
-    if args.widths:
-        widths = parse_widths(args.widths)
     specs: list[Spec] = []
-    for d in widths:
-        spec = launch_table.spec(args.arch, d, args.residual_map)
+    for d in parse_widths(args.widths):
+        spec = launch_table.spec(d, args.residual_map)
         if spec is None:
             sys.exit(f"mHC's fast backend has no kernel for d_model {d}")
         specs.append(spec)
-        if args.candidates:
-            for launch in launch_table.candidates(args.arch, d):
-                specs.append(launch_table.spec_of(launch, d, args.residual_map))
     n = compile_all(specs, args.arch, args.out)
     print(f"{n} kernels compiled for {args.arch}, {len(set(specs)) - n} were there: {args.out}")
 

@@ -1,22 +1,20 @@
 """
-Check and time the ``fast`` kernel on this GPU, beside the flexible ones, for ``launch_table.py``::
+Check and time the ``fast`` kernel on this GPU, beside the flexible ones::
 
     python -m olmo_core.nn.hyper_connections.backends.fast.tune --cache DIR --out FILE.json [--widths 1024,2048]
 
-``DIR`` has kernels from ``precompile --candidates``; with the CuTe DSL installed, missing ones are compiled into it. First every
-output and gradient against the FP64 reference and bit by bit on a repeat, with all new memory filled with NaN; every launch
-against the first one, bit by bit; addresses beyond 2^31 elements; another stream and a captured graph. Then times by CUDA graph
-replay: the flexible forward and its kernels, the fast forward with every launch and its kernels, the ratio to the byte floor
-(2N + 2 vectors of D BF16 elements for each token, at the bandwidth of an elementwise kernel in this run), and the host's time of
-an eager call. Each part runs in a process of its own that is ended when it says nothing for a while: a kernel that waits for
-ever does not stop the rest. The JSON is written anew after every result; its ``table`` holds the best launches. Exit status 1
-if something was wrong.
+``DIR`` has kernels from ``precompile``; with the CuTe DSL installed, missing ones are compiled into it. First every output and
+gradient against the FP64 reference and bit by bit on a repeat, with all new memory filled with NaN; addresses beyond 2^31
+elements; another stream and a captured graph. Then times by CUDA graph replay: the flexible forward and its kernels, the fast
+forward, the ratio to the byte floor (2N + 2 vectors of D BF16 elements for each token, at the bandwidth of an elementwise
+kernel in this run), and the host's time of an eager call. Each part runs in a process of its own that is ended when it says
+nothing for a while: a kernel that waits for ever does not stop the rest. The JSON is written anew after every result. Exit
+status 1 if something was wrong. A width that is right and faster goes to ``launch_table.TIMED``.
 """
 
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,8 +27,7 @@ from ....ldm.backends.fast import cache
 from ....ldm.backends.fast import tune as ldm
 from ....ldm.backends.fast.tune import say
 from ..flexible import tune as common
-from . import launch_table, ops, precompile
-from .launch_table import Launch
+from . import ops, precompile
 
 Tensor = torch.Tensor
 
@@ -39,24 +36,10 @@ TOKENS = (16384, 65536)
 N = 4
 CHECKED_TOKENS = (37, 1061, 16384)
 SILENCE_S = 60
-BUDGET_S = 20.0
-"""Of one width's times: no further launch after it."""
 
 
 def _first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {e}".splitlines()[0][:300]
-
-
-def _architecture() -> str:
-    return cache.ARCHITECTURES[torch.cuda.get_device_capability()[0]]
-
-
-def use(d: int, launch: Launch | None) -> None:
-    """Take this launch for a width, or the rule's."""
-    launch_table.TABLE.pop((_architecture(), d), None)
-    if launch is not None:
-        launch_table.TABLE[_architecture(), d] = launch
-    ops.forget_plans()
 
 
 class Case(common.Case):
@@ -64,23 +47,6 @@ class Case(common.Case):
 
     def fast(self) -> tuple[Tensor | None, ...]:
         return ops._launch_forward(*self.forward_args)
-
-    def fast_only(self, kernel: str) -> Callable[[], None]:
-        """The fast forward, where the maps have a kernel of their own, with one of its kernels: ``boundary`` or ``maps``."""
-        device = torch.cuda.current_device()
-        plan = ops._plan(self.options, self.d, device)
-        maps = ops.flexible._plan(self.options, self.d, device, torch.bfloat16)
-
-        def call() -> None:
-            owner, name = (maps, "collapse") if kernel == "boundary" else (plan, "kernel")
-            kept = getattr(owner, name)
-            setattr(owner, name, lambda *a: None)
-            try:
-                self.fast()
-            finally:
-                setattr(owner, name, kept)
-
-        return call
 
 
 def outputs(case: Case) -> tuple[Tensor | None, ...]:
@@ -90,47 +56,13 @@ def outputs(case: Case) -> tuple[Tensor | None, ...]:
     return out
 
 
-def differences(
-    mine: tuple[Tensor | None, ...],
-    other: tuple[Tensor | None, ...],
-    names: tuple[str, ...] = ("streams", "x", "post", "res", "saved"),
-) -> list[str]:
-    """The outputs that are not the same bit by bit, of ``names``."""
-    known = ("streams", "x", "post", "res", "saved")
+def differences(mine: tuple[Tensor | None, ...], other: tuple[Tensor | None, ...]) -> list[str]:
+    """The outputs that are not the same bit by bit."""
     return [
         name
-        for name, a, b in zip(known, mine, other, strict=True)
-        if name in names and a is not None and b is not None and not torch.equal(a, b)
+        for name, a, b in zip(("streams", "x", "post", "res", "saved"), mine, other, strict=True)
+        if a is not None and b is not None and not torch.equal(a, b)
     ]
-
-
-def check_launches(d: int) -> None:
-    """Every launch against the first, bit by bit where a token is split in the same way."""
-    expected: dict[int, tuple[Tensor | None, ...]] = {}
-    case = Case(d, N, 1061)
-    flexible = common.ops._launch_forward(*case.forward_args)
-    for launch in launch_table.candidates(_architecture(), d):
-        say("start", name=f"{d} {launch}")
-        wrong, errors = [], {}
-        try:
-            use(d, launch)
-            mine = outputs(case)
-            # The other backend adds up in another order: now and then a rounding goes to the other side.
-            limits = {"streams": 1e-3, "x": 1e-3, "post": 1e-4, "res": 1e-4}
-            for (name, limit), a, b in zip(limits.items(), mine, flexible, strict=False):
-                if a is not None and b is not None:
-                    e = common.relative_rms(a, b)
-                    errors[f"output {name}"] = (e, 0.0)
-                    if not e < limit:
-                        wrong.append(f"{name} is {e:.1e} from that of the flexible backend")
-            same = expected.setdefault(launch.cluster, mine)
-            # Another kernel makes the maps.
-            names = ("streams", "x", "saved", *(("post", "res") if launch.maps else ()))
-            wrong += [f"{name} differs" for name in differences(mine, same, names)]
-        except Exception as e:  # a launch that fails is reported, and the others are checked
-            wrong.append(_first_line(e))
-        say("check", name=f"{d} {launch}", errors=errors, wrong=wrong)
-    use(d, None)
 
 
 def check_streams(d: int) -> list[str]:
@@ -179,7 +111,6 @@ def work_check(d: int, args: argparse.Namespace) -> None:
             result = {"errors": {}, "wrong": [_first_line(e)]}
         say("check", name=name, **result)
         torch.cuda.empty_cache()
-    check_launches(d)
     checks: list[tuple[str, Callable[[], list[str]]]]
     checks = [("another stream, a graph", lambda: check_streams(d))]
     if d == 2048:
@@ -194,66 +125,46 @@ def work_check(d: int, args: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def time_size(d: int, n_tokens: int, bandwidth: float, end: float) -> None:
-    """All times at one size. After ``end`` no further launch is tried."""
+def time_size(d: int, n_tokens: int, bandwidth: float) -> None:
+    """All times at one size."""
     values = {"d": d, "M": n_tokens}
     n_bytes = (2 * N + 2) * d * 2 * n_tokens
     say("start", name=f"{d} inputs")
     case = Case(d, N, n_tokens)
 
-    def line(what: str, call: Callable[[], Any], launch: str = "") -> float | None:
-        say("start", name=f"{d} {n_tokens} {what} {launch}")
+    def line(what: str, call: Callable[[], Any]) -> None:
+        say("start", name=f"{d} {n_tokens} {what}")
         try:
             us = common.graph_us(call)
         except Exception as e:  # what does not launch is reported and left out
-            say("failed", what=what, launch=launch, reason=_first_line(e), **values)
-            return None
+            say("failed", what=what, reason=_first_line(e), **values)
+            return
         say(
-            "time", what=what, launch=launch, us=round(us, 1), gbs=round(n_bytes / us / 1e3),
+            "time", what=what, us=round(us, 1), gbs=round(n_bytes / us / 1e3),
             ratio=round(us * 1e-6 * bandwidth / n_bytes, 2), **values,
         )  # fmt: skip
-        return us
 
     line("flexible", case.forward)
     for kernel in ("split_phi", "forward", "collapse"):
         line(f"flexible {kernel}", case.only(kernel))
-    best: tuple[float, Launch] | None = None
-    for launch in launch_table.candidates(_architecture(), d):
-        if best is not None and time.time() > end:
-            break
-        use(d, launch)
-        try:
-            clusters = ops._plan(case.options, d, torch.cuda.current_device()).max_clusters
-        except Exception as e:
-            say("failed", what="fast", launch=repr(launch), reason=_first_line(e), **values)
-            continue
-        us = line("fast", case.fast, f"{launch} {clusters} clusters")
-        if us is not None and (best is None or us < best[0]):
-            best = us, launch
-        if not launch.maps:
-            for kernel in ("boundary", "maps"):
-                line(f"fast {kernel}", case.fast_only(kernel), repr(launch))
-    if best is not None:
-        say("best", us=best[0], launch=repr(best[1]), **values)
-        use(d, best[1])
-        line("fast, once more", case.fast, repr(best[1]))
-        line("flexible, once more", case.forward)
+    line("fast", case.fast)
+    line("flexible, once more", case.forward)
+    line("fast, once more", case.fast)
 
 
 def work_time(d: int, args: argparse.Namespace) -> None:
-    end = time.time() + BUDGET_S
     say("start", name="copy")
     bandwidth = common.copy_bandwidth()
     say("copy", bandwidth={"elementwise": bandwidth})
     for n_tokens in TOKENS:
         torch.cuda.empty_cache()
-        time_size(d, n_tokens, bandwidth, end)
+        time_size(d, n_tokens, bandwidth)
     for backend in ("flexible", "fast"):
         try:
             us_of = common.host_us(d, N, backend)
             say("host", d=d, backend=backend, us=[round(u) for u in us_of])
         except Exception as e:
-            say("failed", what=f"host {backend}", launch="", reason=_first_line(e), d=d, M=64)
+            say("failed", what=f"host {backend}", reason=_first_line(e), d=d, M=64)
 
 
 def show(line: dict[str, Any]) -> str:
@@ -262,15 +173,10 @@ def show(line: dict[str, Any]) -> str:
         return ldm.show(line)
     start = f"{line.get('d', 0):5d} {line.get('M', 0):6d}"
     if kind == "time":
-        return (
-            f"{start} {line['what']:20s} {line['us']:8.1f} us {line['gbs']:5d} GB/s {line['ratio']:5.2f} x floor "
-            f"{line['launch']}"
-        )
-    if kind == "best":
-        return f"{start} best {line['us']:.1f} us {line['launch']}"
+        return f"{start} {line['what']:20s} {line['us']:8.1f} us {line['gbs']:5d} GB/s {line['ratio']:5.2f} x floor"
     if kind == "host":
         return f"host {line['d']} {line['backend']}: forward {line['us'][0]} us, backward {line['us'][1]} us"
-    return f"{start} FAILED {line.get('what')} {line.get('launch')}: {line.get('reason')}"
+    return f"{start} FAILED {line.get('what')}: {line.get('reason')}"
 
 
 def main() -> None:
@@ -310,8 +216,6 @@ def main() -> None:
     if args.only != "check":
         for d in widths:
             stage(f"time:{d}")
-    report["table"] = [line for line in report["lines"] if line["kind"] == "best"]
-    write_json(args.out, report)
     if report["wrong"]:
         sys.exit(f"{len(report['wrong'])} results are wrong: see WRONG above")
 

@@ -175,10 +175,10 @@ def get(spec: Spec, architecture: str) -> Code:
     if found is not None:
         return found
     if dsl_version() is None:
+        package = type(spec).__module__.rpartition(".")[0]
         raise RuntimeError(
-            f"LDM's fast backend has no compiled kernel {spec.name} for {architecture}, and nvidia-cutlass-dsl is not "
-            f"installed: install the extra 'cute', or compile on another machine with python -m "
-            f"olmo_core.nn.ldm.backends.fast.precompile and set {PLACES}"
+            f"there is no compiled kernel {spec.name} for {architecture}, and nvidia-cutlass-dsl is not installed: install "
+            f"the extra 'cute', or compile on another machine with python -m {package}.precompile and set {PLACES}"
         )
     code, _ = build(spec, architecture)
     try:

@@ -54,7 +54,7 @@ def _check(status: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
         message = text.value.decode() if text.value else "unknown error"
-        raise RuntimeError(f"LDM's fast backend: {what} failed: {message} (CUDA error {status})")
+        raise RuntimeError(f"the CUDA driver: {what} failed: {message} (CUDA error {status})")
 
 
 def argument_layout(arguments: str) -> tuple[struct.Struct, list[int]]:
