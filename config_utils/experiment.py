@@ -2,7 +2,9 @@
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from config_utils.callbacks import (
@@ -64,6 +66,8 @@ class ExperimentConfig(Config):
     trainer: TrainerConfig
     metrics_interval: int
     seed: int
+    depth_lr_scale: float = 1.0
+    """The learning rate of the depth connection's own parameters over that of all others (:func:`scale_depth_lr`)."""
 
 
 def format_lr(lr: float) -> str:
@@ -285,6 +289,31 @@ def build_experiment(
         metrics_interval=recipe.metrics_interval,
         seed=seed,
     )
+
+
+def scale_depth_lr(optim: AdamWConfig, parameters: Iterable[str], scale: float) -> None:
+    """
+    Give the parameters of the boundaries ``scale`` times the learning rate of the others. A logit of a boundary is a sum over
+    d products, so a step of Adam moves it by up to d times the learning rate: more in a wider model, and more than it moves
+    anything else.
+
+    :param optim: Gets more ``group_overrides``; a parameter keeps the weight decay that it has there.
+    :param parameters: The names of all parameters of the model.
+    """
+    if scale == 1.0:
+        return
+    left = [name for name in parameters if "boundary." in name]
+    overrides = []
+    for group in [*(optim.group_overrides or []), OptimGroupOverride(params=["*"], opts={})]:
+        found = [name for name in left if any(fnmatch(name, p) for p in group.params)]
+        left = [name for name in left if name not in found]
+        others = [p for p in group.params if p != "*" and "boundary." not in p]
+        if others:
+            overrides.append(OptimGroupOverride(params=others, opts=group.opts))
+        if found:
+            opts = {**group.opts, "lr": scale * group.opts.get("lr", optim.lr)}
+            overrides.append(OptimGroupOverride(params=found, opts=opts))
+    optim.group_overrides = overrides
 
 
 def env_path(name: str, default: str | None = None) -> Path | None:

@@ -143,6 +143,7 @@ TRAINING = [
     (f"{TRAIN} data_loader.global_batch_size=0", {}, "global_batch_size must be at least 1"),
     (f"{TRAIN} train_module.rank_microbatch_size=0", {}, "rank_microbatch_size must be at least 1"),
     (f"{TRAIN} train_module.max_grad_norm=-1", {}, "max_grad_norm must be above 0"),
+    (f"{TRAIN} depth_lr_scale=0", {}, "depth_lr_scale must lie between 0 and 100, got 0"),
     (f"{TRAIN} trainer.metrics_collect_interval=0", {}, "metrics_collect_interval must be at least"),
     (f"{TRAIN} trainer.cancel_check_interval=0", {}, "cancel_check_interval must be at least 1"),
     (f"{TRAIN} metrics_interval=0", {}, "metrics_interval must be at least 1"),

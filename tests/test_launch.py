@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from config_utils.errors import UserError
-from config_utils.experiment import build_experiment, format_lr, run_name
+from config_utils.experiment import build_experiment, format_lr, run_name, scale_depth_lr
 from config_utils.methods import ABLATIONS, ALL_METHODS, PAPER_METHODS, depth_connection
 from config_utils.scales import available_scales, load_scale
 from olmo_core.nn.attnres import AttnResConfig
@@ -138,6 +138,30 @@ def test_overrides_reach_the_config():
     done = launch("tiny", "ldm", "0.002", "model.block.depth.d_k=4", DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     assert "      d_k: 4" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("method", ["preln", "attnres_block", "mhc", "ldm", "static_forget"])
+def test_depth_lr_scale_reaches_the_boundaries_and_nothing_else(method):
+    def groups(scale: float) -> dict[str, dict[str, float]]:
+        config = build_experiment("tiny", method, 0.002, gpu="cpu")
+        model = config.model.build(init_device="meta")
+        names = [name for name, _ in model.named_parameters()]
+        optim = config.train_module.optim
+        scale_depth_lr(optim, names, scale)
+        of_parameter = {id(p): name for name, p in model.named_parameters()}
+        built = optim.build(model)
+        out = {of_parameter[id(p)]: g for g in built.param_groups for p in g["params"]}
+        assert out.keys() == set(names)
+        return out
+
+    before, after = groups(1.0), groups(0.25)
+    scaled = 0
+    for name, group in after.items():
+        expected = 0.0005 if "boundary." in name else 0.002
+        assert group["lr"] == group["initial_lr"] == expected, name
+        assert group["weight_decay"] == before[name]["weight_decay"], name
+        scaled += "boundary." in name
+    assert (scaled > 0) == (method != "preln")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from config_utils.callbacks import GuardCallback, LocalError
 from config_utils.errors import UserError, run_cli
-from config_utils.experiment import GPUS, ExperimentConfig, build_experiment, env_path
+from config_utils.experiment import (
+    GPUS,
+    ExperimentConfig,
+    build_experiment,
+    env_path,
+    scale_depth_lr,
+)
 from config_utils.run_info import run_info, sha256
 from eval.checkpoint import damage, restrict_unpickling
 from olmo_core.distributed.utils import broadcast_object, get_local_world_size, get_rank
@@ -155,6 +161,8 @@ def check_values(config: ExperimentConfig) -> None:
         raise UserError(
             f"train_module.max_grad_norm must be above 0 or null, got {module.max_grad_norm}"
         )
+    if not 0 < config.depth_lr_scale <= 100:
+        raise UserError(f"depth_lr_scale must lie between 0 and 100, got {config.depth_lr_scale}")
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size is {config.model.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens"
@@ -284,6 +292,8 @@ def train(config: ExperimentConfig, overrides: Sequence[str] = ()) -> int:
     try:
         model = config.model.build(init_device="meta")
         model.metrics_interval = config.metrics_interval
+        names = (name for name, _ in model.named_parameters())
+        scale_depth_lr(config.train_module.optim, names, config.depth_lr_scale)
         train_module = config.train_module.build(model)
         dataset = config.dataset.build()
         data_loader = config.data_loader.build(
