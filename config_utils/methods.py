@@ -65,7 +65,7 @@ ABLATIONS: dict[str, _Factory] = {
     "block_write": _ldm(write_every=WriteEvery.block),
     "with_residual": _ldm(residual=Residual.kept),
 }
-"""The ablations of LDM: the default with one option changed."""
+"""The ablations of LDM: the default with one option changed, or two starts together."""
 
 ALL_METHODS = {**PAPER_METHODS, **ABLATIONS}
 

@@ -33,7 +33,8 @@ def git_state() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    names = ("torch", "triton", "ai2-olmo-core", "ai2-olmo-eval", "lm-eval", "fla-core")
+    names = ["torch", "triton", "nvidia-cutlass-dsl", "fla-core", "tile-kernels"]
+    names += ["ai2-olmo-core", "ai2-olmo-eval", "lm-eval"]
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in names:
         try:

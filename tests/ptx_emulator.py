@@ -1,5 +1,5 @@
 """
-Runs the PTX of LDM's CuTe DSL kernels on a CPU, thread by thread, for tests of tiny shapes without a GPU.
+Runs the PTX of the CuTe DSL kernels (LDM's and mHC's) on a CPU, thread by thread, for tests of tiny shapes without a GPU.
 
 It knows the instructions that those kernels use: arithmetic, shared and global memory, ``mma.m16n8k16``, shuffles, mbarriers, bulk
 copies and those of single threads, asynchronous stores to other blocks of a cluster. Warps run in random order, and asynchronous copies land late and in

@@ -9,7 +9,7 @@ from olmo_core.nn.depth.triton_ops import triton_unavailable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SOURCES = 128
-"""The most sources of one boundary; every one is an argument of the kernel."""
+"""The most sources of one boundary; every one is an argument, of the kernel or of the one that writes its table."""
 MAX_WIDTH = 8192
 """The largest ``d_model``: a program holds whole rows in registers."""
 

@@ -29,7 +29,7 @@ def parse_widths(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
+    parser.add_argument("--arch", default="sm_90a", help="sm_90a (Hopper) or sm_100f (Blackwell)")
     parser.add_argument("--out", required=True, type=Path, help="the folder for the kernels")
     parser.add_argument("--widths", default=WIDTHS, help=f"the default is {WIDTHS}")
     parser.add_argument("--residual-map", default="sinkhorn", choices=["sinkhorn", "identity"])

@@ -3,8 +3,9 @@ Compile the ``fast`` kernels without a GPU, for machines that have one but not t
 
     python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--window 4] [--candidates]
 
-With a window, the kernels of the recurrent form are compiled too. Without ``--shapes``: every row of the launch table, or the standard shapes for an architecture that has no rows. Set
-``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are to be used.
+``--window`` is the models' option of that name; the kernels of the recurrent form are compiled too. Without ``--shapes``: every row of the
+launch table, or the standard shapes for an architecture that has no rows. Set ``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are
+to be used.
 """
 
 import argparse
@@ -75,14 +76,14 @@ def _variants(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
+    parser.add_argument("--arch", default="sm_90a", help="sm_90a (Hopper) or sm_100f (Blackwell)")
     parser.add_argument("--out", required=True, type=Path, help="the folder for the kernels")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x4")
     parser.add_argument(
         "--key-activation", default="two_sigmoid", choices=["two_sigmoid", "softmax"]
     )
     parser.add_argument("--forget", default="dynamic", choices=["dynamic", "static", "none"])
-    parser.add_argument("--window", type=int, default=1, help="the models' option of that name")
+    parser.add_argument("--window", type=int, default=0, help="the models' option of that name")
     parser.add_argument(
         "--candidates", action="store_true", help="the launches that tune tries, too"
     )
@@ -98,7 +99,7 @@ def main() -> None:
         if not launch_table.specs(args.arch, d, d_k, *options):
             sys.exit(f"the fast backend has no kernels for d_model {d} with d_k {d_k}")
         window = launch_table.window(d, d_k, args.window)
-        if window != args.window:
+        if args.window and window != args.window:
             sys.exit(f"no kernels for a window of {args.window} with d_model {d} and d_k {d_k}")
         for w in {1, window}:
             specs += launch_table.specs(args.arch, d, d_k, *options, w)

@@ -13,7 +13,7 @@ every result; its ``table`` holds the best launches. Exit status 1 if something 
 
 The parts ``window``, ``dots`` and ``coefficients`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries
 alone and in a row, for launches whose dot products have warps of their own, and for launches with seven warps for the coefficients, in both forms;
-each ends with a window beside the recurrent form.
+each ends with a window beside the recurrent form. ``sizes`` is that last part alone, at each number of ``--tokens``.
 """
 
 import argparse

@@ -25,7 +25,7 @@ def shapes_of(architecture: str) -> list[tuple[int, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--arch", default="sm_90a", help="sm_90a, sm_100a, sm_100f")
+    parser.add_argument("--arch", default="sm_90a", help="sm_90a (Hopper) or sm_100f (Blackwell)")
     parser.add_argument("--out", required=True, type=Path, help="the folder for the kernels")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x4")
     parser.add_argument(
