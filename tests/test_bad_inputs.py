@@ -36,6 +36,7 @@ for folder in ("pretrain", "ablations", "throughput", "quickstart"):
 import boundary  # noqa: E402
 import collect  # noqa: E402
 import measure  # noqa: E402
+import overlap  # noqa: E402
 import rounds  # noqa: E402
 import series  # noqa: E402
 import train  # noqa: E402
@@ -407,6 +408,7 @@ SCRIPTS = [
     (measure.main, "train tiny ldm --batch x", "must be positive whole numbers, got 'x'"),
     (measure.main, "train tiny ldm:", "unknown"),
     (boundary.main, "--device tpu", "tpu"),
+    (overlap.main, "--tokens 0", "--tokens must be at least 1"),
     (tokenize_from_pretrain_datasets.main, "--output-dir o --workers 0", "is not at least 1"),
     (tokenize_from_pretrain_datasets.main, "--output-dir o --batch-size x", "invalid"),
     (tokenize_from_pretrain_datasets.main, "", "--output-dir"),
