@@ -452,6 +452,8 @@ LAUNCHERS = [
     ("pretrain/evaluation/run.sh", "x y", {"NPROC": "0"}, "NPROC must be a number"),
     ("throughput/rounds.sh", "train tiny cpu -1", {}, "ROUNDS must be a positive whole number"),
     ("throughput/rounds.sh", "train tiny", {}, "need MODE SCALE GPU ROUNDS"),
+    ("throughput/tables.sh", "", {}, "need a GPU"),
+    ("throughput/tables.sh", "h200 decode64", {}, "unknown table 'decode64'"),
     ("quickstart/quickstart.sh", "now", {}, "unknown argument 'now'"),
     ("ablations/launch.sh", "", {}, "need VARIANT GPU"),
     ("offline/pack.sh", "", {}, "need one folder for the result"),
