@@ -121,8 +121,8 @@ class HeldOutCallback(Callback):
     """Tokens in a window."""
     eval_interval: int
     """Steps between two evaluations."""
-    max_batches: int | None = None
-    """Read only so many batches of the text."""
+    max_windows: int | None = None
+    """Read only so many windows of the text, the first ones."""
 
     def post_step(self) -> None:
         # The last step's evaluation is that of post_train.
@@ -156,7 +156,7 @@ class HeldOutCallback(Callback):
             byte_lengths=np.zeros(self.tokenizer.padded_vocab_size(), dtype=np.int64),
             pad_token_id=self.tokenizer.pad_token_id,
             batch_size=batch_size,
-            max_batches=self.max_batches,
+            max_windows=self.max_windows,
         )
         self.trainer.record_metric("eval/held-out/CE loss", result.cross_entropy)
         self.trainer.record_metric("eval/held-out/PPL", result.perplexity)

@@ -239,7 +239,7 @@ def build_experiment(
                 tokenizer=tokenizer,
                 sequence_length=recipe.sequence_length,
                 eval_interval=recipe.eval_interval,
-                max_batches=recipe.eval_batches,
+                max_windows=recipe.eval_windows,
             ),
         )
 

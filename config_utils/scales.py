@@ -41,8 +41,8 @@ class Recipe:
     """Steps between checkpoints that are kept for ever."""
     ephemeral_checkpoint_interval: int | None = None
     """Steps between checkpoints that the next one replaces: what a crash costs at most."""
-    eval_batches: int | None = None
-    """Batches of the held-out shard for one evaluation; all of them if unset."""
+    eval_windows: int | None = None
+    """Windows of the held-out shard for one evaluation, the first ones; all of them if unset."""
     metrics_interval: int = 10
     """Steps between measurements of the depth connection (gates, entropies, norms)."""
     warmup_fraction: float = 0.1

@@ -226,7 +226,7 @@ def evaluate_heldout(
     pad_token_id: int,
     batch_size: int | None = None,
     windows: Windows = "stream",
-    max_batches: int | None = None,
+    max_windows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeldoutResult:
     """
@@ -239,7 +239,7 @@ def evaluate_heldout(
     :param sequence_length: Tokens in a window: of the training.
     :param byte_lengths: :func:`token_byte_lengths`.
     :param batch_size: Windows in a batch; default :data:`BATCH_TOKENS`.
-    :param max_batches: Read only the first so many batches.
+    :param max_windows: Read only the first so many windows.
     :param progress: Is told the number of done and of all batches.
 
     :raises UserError: If there is no token to predict.
@@ -251,8 +251,8 @@ def evaluate_heldout(
     if batch_size is None:
         batch_size = max(1, BATCH_TOKENS.get(device.type, 2_048) // sequence_length)
     all_windows = list(data.windows(windows, sequence_length))
-    if max_batches is not None:
-        all_windows = all_windows[: max_batches * batch_size]
+    if max_windows is not None:
+        all_windows = all_windows[:max_windows]
     if not all_windows:
         raise UserError(f"{', '.join(map(str, data.paths))}: no token to predict")
     batches = [all_windows[i : i + batch_size] for i in range(0, len(all_windows), batch_size)]

@@ -63,7 +63,7 @@ def trained(tmp_path_factory) -> dict[str, Any]:
         "train_module.max_sequence_length=64",
         "train_module.rank_microbatch_size=64",
         "trainer.callbacks.held_out.sequence_length=64",
-        "trainer.callbacks.held_out.max_batches=1",
+        "trainer.callbacks.held_out.max_windows=1",
     )
     env = {
         **os.environ,

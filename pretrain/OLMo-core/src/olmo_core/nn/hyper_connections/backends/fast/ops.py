@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from olmo_core.nn.depth.triton_ops import ceil_div, define_op, is_eager, on_device
+from olmo_core.nn.depth.triton_ops import ceil_div, define_op, eager_apply, is_eager, on_device
 
 from ....ldm.backends.fast import cache as kernel_cache
 from ....ldm.backends.fast.driver import Kernel
@@ -97,7 +97,9 @@ def _launch_forward(
     d, device = y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     o = BoundaryOptions.decode(options)
-    streams_out, x, post_out, res_out, saved = out = flexible._forward_outputs(o, y)
+    streams_out, x, post_out, res_out, saved = out = flexible._forward_outputs(
+        o, streams, y, post, res
+    )
     if n_tokens == 0:
         return out
     assert post_out is not None
@@ -151,6 +153,9 @@ class _Boundary(torch.autograd.Function):
         return flexible._backward_boundary(ctx, *grads)
 
 
+_apply = eager_apply(_Boundary)
+
+
 def boundary(
     streams: Tensor | None,
     y: Tensor,
@@ -170,7 +175,7 @@ def boundary(
     """
     launch: Any
     if is_eager(y):
-        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
+        launch = _apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward
     return launch(streams, y, post, res, phi, alpha, bias, norm_weight, eps, options)[:4]

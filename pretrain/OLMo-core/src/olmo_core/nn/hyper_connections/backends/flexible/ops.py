@@ -14,6 +14,8 @@ from olmo_core.nn.depth.triton_ops import (
     architecture,
     ceil_div,
     define_op,
+    eager_apply,
+    empty_like,
     is_eager,
     multiprocessors,
     next_power_of_2,
@@ -159,19 +161,28 @@ def forget_plans() -> None:
 # Launches: tensors in, tensors out.
 
 
+def _empty(like: Tensor | None, y: Tensor, *own: int) -> Tensor:
+    """``[..., *own]``, FP32: as large as ``like``, if there is one, whose shape need not be put together then."""
+    f32 = torch.float32
+    return y.new_empty((*y.shape[:-1], *own), dtype=f32) if like is None else empty_like(like, f32)
+
+
 def _forward_outputs(
-    o: BoundaryOptions, y: Tensor
+    o: BoundaryOptions,
+    streams: Tensor | None,
+    y: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    *lead, d = y.shape
+    d = y.shape[-1]
     n_tokens = y.numel() // d
     n = o.n_streams
-    f32 = torch.float32
     return (
-        y.new_empty((*lead, n, d)),
-        y.new_empty(y.shape),
-        y.new_empty((*lead, n), dtype=f32) if o.has_maps else None,
-        y.new_empty((*lead, n, n), dtype=f32) if o.next == "sinkhorn" else None,
-        y.new_empty(n_tokens * (o.columns + 2 + n), dtype=f32),
+        y.new_empty((*y.shape[:-1], n, d)) if streams is None else empty_like(streams, y.dtype),
+        empty_like(y),
+        _empty(post, y, n) if o.has_maps else None,
+        _empty(res, y, n, n) if o.next == "sinkhorn" else None,
+        y.new_empty(n_tokens * (o.columns + 2 + n), dtype=torch.float32),
     )
 
 
@@ -193,7 +204,9 @@ def _launch_forward(
     """
     d, device = y.shape[-1], y.get_device()
     plan = _plan(options, d, device, y.dtype)
-    streams_out, x, post_out, res_out, saved = out = _forward_outputs(plan.options, y)
+    streams_out, x, post_out, res_out, saved = out = _forward_outputs(
+        plan.options, streams, y, post, res
+    )
     n_tokens = y.numel() // d
     if n_tokens == 0:
         return out
@@ -244,7 +257,9 @@ def _launch_backward(
     d, device = y.shape[-1], y.get_device()
     plan = _plan(options, d, device, y.dtype)
     o = plan.options
-    d_streams, d_y, d_post, d_res, d_parameters = out = _backward_outputs(o, streams, y)
+    d_streams, d_y, d_post, d_res, d_parameters = out = _backward_outputs(
+        o, streams, y, post, res
+    )
     n_tokens = y.numel() // d
     if n_tokens == 0:
         d_parameters.zero_()
@@ -272,16 +287,20 @@ def _launch_backward(
     return out
 
 
-def _backward_outputs(o: BoundaryOptions, streams: Tensor | None, y: Tensor):
-    *lead, d = y.shape
-    n = o.n_streams
+def _backward_outputs(
+    o: BoundaryOptions,
+    streams: Tensor | None,
+    y: Tensor,
+    post: Tensor | None,
+    res: Tensor | None,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]:
     f32 = torch.float32
     return (
-        None if streams is None else y.new_empty(streams.shape, dtype=streams.dtype),
-        y.new_empty(y.shape),
-        y.new_empty((*lead, n), dtype=f32) if o.previous != "first" else None,
-        y.new_empty((*lead, n, n), dtype=f32) if o.previous == "sinkhorn" else None,
-        y.new_empty(sum(o.parameter_sizes(d)), dtype=f32),
+        None if streams is None else empty_like(streams),
+        empty_like(y),
+        None if post is None or o.previous == "first" else empty_like(post, f32),
+        None if res is None or o.previous != "sinkhorn" else empty_like(res, f32),
+        y.new_empty(sum(o.parameter_sizes(y.shape[-1])), dtype=f32),
     )
 
 
@@ -297,17 +316,18 @@ def _op_forward(streams, y, *arguments):
     return _filled(y, _launch_forward(streams, y, *arguments))
 
 
-def _fake_forward(streams, y, *arguments):
-    return _filled(y, _forward_outputs(BoundaryOptions.decode(arguments[-1]), y))
+def _fake_forward(streams, y, post, res, *arguments):
+    o = BoundaryOptions.decode(arguments[-1])
+    return _filled(y, _forward_outputs(o, streams, y, post, res))
 
 
 def _op_backward(streams, y, *arguments):
     return _filled(y, _launch_backward(streams, y, *arguments))
 
 
-def _fake_backward(streams, y, *arguments):
+def _fake_backward(streams, y, post, res, *arguments):
     o = BoundaryOptions.decode(arguments[-1])
-    return _filled(y, _backward_outputs(o, streams, y))
+    return _filled(y, _backward_outputs(o, streams, y, post, res))
 
 
 _forward = define_op(
@@ -385,6 +405,9 @@ class _Boundary(torch.autograd.Function):
         return _backward_boundary(ctx, *grads)
 
 
+_apply = eager_apply(_Boundary)
+
+
 def _refuse_double_backward(ctx, *grads):
     raise RuntimeError(
         "mHC's flexible backend has no second derivative: use backend='reference' for one"
@@ -424,7 +447,7 @@ def boundary(
     """
     launch: Any
     if is_eager(y):
-        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
+        launch = _apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward
     return launch(streams, y, post, res, phi, alpha, bias, norm_weight, eps, options)[:4]
