@@ -380,6 +380,24 @@ def test_no_tokens():
     assert all(not t.any() for t in result.parameter.values())
 
 
+def test_streams_of_other_tokens_are_refused():
+    """The new state is made as large as the given one: the kernels would write past its end."""
+    case = Case(n_streams=2)
+    y = case.sources["y"].to(DEVICE)
+    state = tuple(case.sources[n][:, 1:].to(DEVICE) for n in ("streams", "post", "res"))
+    y.requires_grad_()
+    with pytest.raises(ValueError, match=r"streams of shape \(1, 4, 2, 24\).*\(1, 5, 24\)"):
+        case.build("flexible")(state, y, case.sources["norm_weight"].to(DEVICE))
+
+
+def test_transforms_are_refused():
+    """The eager functions do not look for wrapped tensors: under a transform the ops run, which refuse it."""
+    case = Case(FIRST, n_streams=2)
+    module, gain = case.build("flexible"), case.sources["norm_weight"].to(DEVICE)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda y: module((), y, gain)[1].sum())(case.sources["y"].to(DEVICE))
+
+
 def test_second_derivative_is_refused():
     case = Case(n_streams=2)
     y = case.sources["y"].to(DEVICE).requires_grad_()

@@ -81,12 +81,15 @@ def is_eager(t: torch.Tensor) -> bool:
     )
 
 
-def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+class EagerFunction(torch.autograd.Function):
     """
-    ``function.apply`` for calls that :func:`is_eager` allows. Without its Python layer, which looks at each argument for what
-    transforms of :mod:`torch.func` left there: 3 us for those of a boundary.
+    For calls that :func:`is_eager` allows, without ``setup_context``: ``apply`` goes past torch's Python layer, which looks at
+    each argument for what transforms of :mod:`torch.func` left there, 3 us for those of a boundary.
     """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[method-assign, misc]
 
 
 def empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

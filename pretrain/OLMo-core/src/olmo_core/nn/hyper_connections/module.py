@@ -173,14 +173,16 @@ class HyperConnectionsBoundary(DepthBoundary):
     ) -> tuple[State, torch.Tensor]:
         run: Callable
         if self.selected_backend in KERNELS:
-            from .backends.flexible import inference_ops
-
-            if inference_ops.takes(y):
-                run = inference_ops.boundary
-            elif self.selected_backend == DepthBackend.fast and torch.is_grad_enabled():
+            # As few imports as can be: also one of a module that is loaded costs the host time.
+            if self.selected_backend == DepthBackend.fast:
                 from .backends.fast.ops import boundary as run
             else:
                 from .backends.flexible.ops import boundary as run
+            if not torch.is_grad_enabled():
+                from .backends.flexible import inference_ops
+
+                if inference_ops.takes(y):
+                    run = inference_ops.boundary
         elif self.selected_backend == DepthBackend.tile_kernels:
             from .backends.tile_kernels import boundary as run
         else:

@@ -25,7 +25,7 @@ block, whose partial sum it adds and stores). Backward, with ``k`` later boundar
 sources twice, the second time from cache, unless ``keep_h`` saves the mixture in FP32 (two vectors more in each direction).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,9 +33,11 @@ import torch
 
 from olmo_core.nn.depth.triton_launcher import Launcher
 from olmo_core.nn.depth.triton_ops import (
+    EagerFunction,
     architecture,
     ceil_div,
     define_op,
+    empty_like,
     is_eager,
     multiprocessors,
     next_power_of_2,
@@ -157,11 +159,12 @@ def _arguments(
     """
     if not sources:
         return None, None, sources
+    dtype = like.dtype
     for t in sources:
-        if t.dtype is not like.dtype:
+        if t.dtype is not dtype:
             raise TypeError(
                 "AttnRes's flexible backend needs all sources in the dtype of y, "
-                f"{like.dtype}, got {t.dtype}"
+                f"{dtype}, got {t.dtype}"
             )
     missing = plan.n_padded - len(sources)
     if plan.table is None:
@@ -185,12 +188,12 @@ def _copy(t: Tensor) -> Tensor:
 def _forward_outputs(y: Tensor, partial: Tensor | None, n_committed: int, keep_h: bool):
     n_tokens = y.numel() // y.shape[-1]
     return (
-        y.new_empty(y.shape),
-        None if partial is None else y.new_empty(y.shape),
+        empty_like(y),
+        None if partial is None else empty_like(y),
         y.new_empty((n_tokens, 2 * n_committed + 4), dtype=torch.float32),
         # FP32: softmax's backward takes <g, v> - <g, h>, and where a column is 100 times the others BF16's rounding of h
         # would be larger than what is left.
-        y.new_empty(y.shape, dtype=torch.float32) if keep_h else None,
+        empty_like(y, torch.float32) if keep_h else None,
     )
 
 
@@ -227,14 +230,14 @@ def _launch_forward(
 
 
 def _backward_outputs(last: Tensor, n_committed: int, pitch: int, defer: bool):
-    shape, d = last.shape, last.shape[-1]
+    *lead, d = last.shape
     fp32 = torch.float32
     return (
-        last.new_empty(shape),
-        None if defer or not n_committed else last.new_empty((*shape[:-1], n_committed, d)),
-        last.new_empty(shape) if defer else None,
+        empty_like(last),
+        None if defer or not n_committed else last.new_empty((*lead, n_committed, d)),
+        empty_like(last) if defer else None,
         last.new_empty(_ledger_size(last, pitch), dtype=fp32) if defer else None,
-        last.new_empty((3, d), dtype=fp32),
+        last.new_empty(3, d, dtype=fp32),
     )
 
 
@@ -318,16 +321,15 @@ def _channel_shapes(
     return out + [(tuple(shape), (0,) * len(shape), dtype), ((size,), (0,), torch.float32)] * later
 
 
-def _channels(y: Tensor, form: Sequence[int]) -> list[Tensor]:
+def _channels(
+    y: Tensor, form: Sequence[int], shapes_of: Callable = _channel_shapes
+) -> list[Tensor]:
     """Of one element's memory each. Not views: of those FSDP2 warns."""
     rows, later, pitch, closes, _ = form
     if rows == 0:
         return []
     empty = y.new_empty_strided
-    # A second shape in one process makes a traced one symbolic, which is no key of a cache.
-    known = all(isinstance(n, int) for n in y.shape)
-    make = _channel_shapes if known else _channel_shapes.__wrapped__
-    shapes = make(y.shape, y.dtype, rows, later, pitch, bool(closes))
+    shapes = shapes_of(y.shape, y.dtype, rows, later, pitch, bool(closes))
     return [empty(shape, strides, dtype=dtype) for shape, strides, dtype in shapes]
 
 
@@ -349,7 +351,8 @@ def _fake_forward(y, partial, sources, channels, query, gain, norm_weight, eps, 
     # int(): a symbolic width becomes a constant of the graph.
     keeps_h = _keeps_h(int(y.shape[-1]), y.element_size(), n, y.device)
     out = _forward_outputs(y, partial, n, keeps_h)
-    return *_filled(y, out), _channels(y, form)
+    # A second shape in one process makes a traced one symbolic, which is no key of a cache.
+    return *_filled(y, out), _channels(y, form, _channel_shapes.__wrapped__)
 
 
 def _op_backward(last, sources, *arguments):
@@ -472,7 +475,7 @@ def _backward_op(ctx, d_x, d_partial_out, d_statistics, d_h, d_channels):
     return d_y, None, [None] * ctx.n_committed, d_old, d_query, d_gain, d_norm, None, None
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(EagerFunction):
     """The sources come as one tuple, so that autograd looks at none of them."""
 
     @staticmethod
@@ -493,7 +496,7 @@ class _Boundary(torch.autograd.Function):
         return d_y, None, None, d_query, d_gain, d_norm, None, None, *d_old
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(EagerFunction):
     @staticmethod
     def forward(ctx, *sources):
         return _op_rows(sources)

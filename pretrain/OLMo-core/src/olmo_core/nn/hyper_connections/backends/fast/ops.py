@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from olmo_core.nn.depth.triton_ops import ceil_div, define_op, eager_apply, is_eager, on_device
+from olmo_core.nn.depth.triton_ops import (
+    EagerFunction,
+    ceil_div,
+    define_op,
+    is_eager,
+    on_device,
+)
 
 from ....ldm.backends.fast import cache as kernel_cache
 from ....ldm.backends.fast.driver import Kernel
@@ -58,7 +64,10 @@ class _Plan:
 
 
 @cache
-def _plan(options: str, d: int, device: int) -> _Plan:
+def _plan(options: str, d: int, device: int) -> _Plan | None:
+    """``None``: the flexible backend's kernels run instead."""
+    if not has_kernel(options):
+        return None
     o = BoundaryOptions.decode(options)
     assert o.previous == o.next
     spec = launch_table.spec(d, o.next)
@@ -67,11 +76,9 @@ def _plan(options: str, d: int, device: int) -> _Plan:
     return _Plan(spec, device)
 
 
-def _aligned(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous, in ``dtype`` if one is given, and at an address for 16-byte accesses, as torch's own allocations are."""
-    if dtype is not None and t.dtype != dtype:
-        t = t.to(dtype)
-    t = t.contiguous()
+def _aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in ``dtype``, and at an address for 16-byte accesses, as torch's own allocations are."""
+    t = t.to(dtype).contiguous()
     return t.clone() if t.data_ptr() % 16 else t
 
 
@@ -88,31 +95,38 @@ def _launch_forward(
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """As :func:`..flexible.ops._launch_forward`."""
-    if not has_kernel(options):
+    d, device = y.shape[-1], y.get_device()
+    plan = _plan(options, d, device)
+    if plan is None:
         return flexible._launch_forward(
             streams, y, post, res, phi, alpha, bias, norm_weight, eps, options
         )
     assert streams is not None and post is not None
     assert phi is not None and alpha is not None and bias is not None
-    d, device = y.shape[-1], y.get_device()
-    n_tokens = y.numel() // d
-    o = BoundaryOptions.decode(options)
+    o, n_tokens = BoundaryOptions.decode(options), y.numel() // d
+    flexible.check_state(o, streams, y)
     streams_out, x, post_out, res_out, saved = out = flexible._forward_outputs(
-        o, streams, y, post, res
+        o, y, streams, post, res
     )
     if n_tokens == 0:
         return out
     assert post_out is not None
-    plan = _plan(options, d, device)
-    f32 = torch.float32
-    # Kept until the launch.
-    given = [_aligned(streams, y.dtype), _aligned(y), _aligned(post, f32)]
-    given += [_aligned(y if res is None else res, None if res is None else f32)]
-    given += [_aligned(t, f32) for t in (phi, alpha, bias, norm_weight)]
+    bf16, f32 = y.dtype, torch.float32
+    given = [streams, y, post, y if res is None else res, phi, alpha, bias, norm_weight]
+    dtypes = (bf16, bf16, f32, bf16 if res is None else f32, f32, f32, f32, f32)
+    addresses = []
+    for i, dtype in enumerate(dtypes):
+        t = given[i]
+        address = t.data_ptr()
+        # Here and not in a function of its own: its calls take longer than the checks.
+        if t.dtype is not dtype or address % 16 or not t.is_contiguous():
+            t = given[i] = _aligned(t, dtype)  # kept until the launch
+            address = t.data_ptr()
+        addresses.append(address)
     with on_device(device):
         plan.kernel(
             plan.clusters(n_tokens) * plan.spec.cluster,
-            *[t.data_ptr() for t in given],
+            *addresses,
             streams_out.data_ptr(),
             x.data_ptr(),
             post_out.data_ptr(),
@@ -141,19 +155,14 @@ torch.library.register_autograd(
 )
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(EagerFunction):
     @staticmethod
     def forward(ctx, *inputs):
         output = _launch_forward(*inputs)
         flexible._setup(ctx, inputs, output)
         return output[:4]
 
-    @staticmethod
-    def backward(ctx, *grads):
-        return flexible._backward_boundary(ctx, *grads)
-
-
-_apply = eager_apply(_Boundary)
+    backward = staticmethod(flexible._backward_boundary)
 
 
 def boundary(
@@ -175,7 +184,7 @@ def boundary(
     """
     launch: Any
     if is_eager(y):
-        launch = _apply if torch.is_grad_enabled() else _launch_forward
+        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward
     return launch(streams, y, post, res, phi, alpha, bias, norm_weight, eps, options)[:4]

@@ -11,10 +11,10 @@ import torch
 
 from olmo_core.nn.depth.triton_launcher import Launcher
 from olmo_core.nn.depth.triton_ops import (
+    EagerFunction,
     architecture,
     ceil_div,
     define_op,
-    eager_apply,
     empty_like,
     is_eager,
     multiprocessors,
@@ -161,18 +161,31 @@ def forget_plans() -> None:
 # Launches: tensors in, tensors out.
 
 
+def check_state(o: BoundaryOptions, streams: Tensor | None, y: Tensor) -> None:
+    """
+    The new state is made as large as the given one, which the kernels do not look at.
+
+    :raises ValueError: If the streams are not those of the tokens of ``y``.
+    """
+    if streams is not None and streams.numel() != o.n_streams * y.numel():
+        raise ValueError(
+            f"mHC with {o.n_streams} streams cannot take streams of shape {tuple(streams.shape)} with an output of shape "
+            f"{tuple(y.shape)}"
+        )
+
+
 def _empty(like: Tensor | None, y: Tensor, *own: int) -> Tensor:
-    """``[..., *own]``, FP32: as large as ``like``, if there is one, whose shape need not be put together then."""
+    """``[..., *own]``, FP32: as ``like``, if there is one, which is faster than to put a shape together."""
     f32 = torch.float32
     return y.new_empty((*y.shape[:-1], *own), dtype=f32) if like is None else empty_like(like, f32)
 
 
 def _forward_outputs(
     o: BoundaryOptions,
-    streams: Tensor | None,
     y: Tensor,
-    post: Tensor | None,
-    res: Tensor | None,
+    streams: Tensor | None = None,
+    post: Tensor | None = None,
+    res: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     d = y.shape[-1]
     n_tokens = y.numel() // d
@@ -204,8 +217,9 @@ def _launch_forward(
     """
     d, device = y.shape[-1], y.get_device()
     plan = _plan(options, d, device, y.dtype)
+    check_state(plan.options, streams, y)
     streams_out, x, post_out, res_out, saved = out = _forward_outputs(
-        plan.options, streams, y, post, res
+        plan.options, y, streams, post, res
     )
     n_tokens = y.numel() // d
     if n_tokens == 0:
@@ -257,9 +271,7 @@ def _launch_backward(
     d, device = y.shape[-1], y.get_device()
     plan = _plan(options, d, device, y.dtype)
     o = plan.options
-    d_streams, d_y, d_post, d_res, d_parameters = out = _backward_outputs(
-        o, streams, y, post, res
-    )
+    d_streams, d_y, d_post, d_res, d_parameters = out = _backward_outputs(o, streams, y, post, res)
     n_tokens = y.numel() // d
     if n_tokens == 0:
         d_parameters.zero_()
@@ -318,7 +330,7 @@ def _op_forward(streams, y, *arguments):
 
 def _fake_forward(streams, y, post, res, *arguments):
     o = BoundaryOptions.decode(arguments[-1])
-    return _filled(y, _forward_outputs(o, streams, y, post, res))
+    return _filled(y, _forward_outputs(o, y, streams, post, res))
 
 
 def _op_backward(streams, y, *arguments):
@@ -361,7 +373,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward_boundary(ctx, d_streams_out, d_x, d_post_out, d_res_out, *_):
     arguments = ctx.saved_tensors  # once: activation checkpointing refuses a second look
-    y, phi = arguments[1], arguments[5]
+    y = arguments[1]
     if d_x is None:
         d_x = torch.zeros_like(y)
     o = BoundaryOptions.decode(ctx.options)
@@ -384,7 +396,7 @@ def _backward_boundary(ctx, d_streams_out, d_x, d_post_out, d_res_out, *_):
         d_y,
         None if first else d_post,
         d_res if o.previous == "sinkhorn" else None,
-        d_phi.view(phi.shape) if has_phi else None,
+        d_phi.view(-1, o.columns) if has_phi else None,  # not phi.shape: torch reads a Size slowly
         d_alpha if has_phi else None,
         d_bias if has_phi else None,
         d_gain,
@@ -393,19 +405,14 @@ def _backward_boundary(ctx, d_streams_out, d_x, d_post_out, d_res_out, *_):
     )
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(EagerFunction):
     @staticmethod
     def forward(ctx, *inputs):
         output = _launch_forward(*inputs)
         _setup(ctx, inputs, output)
         return output[:4]
 
-    @staticmethod
-    def backward(ctx, *grads):
-        return _backward_boundary(ctx, *grads)
-
-
-_apply = eager_apply(_Boundary)
+    backward = staticmethod(_backward_boundary)
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -447,7 +454,7 @@ def boundary(
     """
     launch: Any
     if is_eager(y):
-        launch = _apply if torch.is_grad_enabled() else _launch_forward
+        launch = _Boundary.apply if torch.is_grad_enabled() else _launch_forward
     else:
         launch = _forward
     return launch(streams, y, post, res, phi, alpha, bias, norm_weight, eps, options)[:4]
