@@ -451,7 +451,31 @@ def other_process_count(c: Campaign) -> Outcome:
         "kill -9 and another number of processes: 1, then 2 (FSDP), then 1",
         f"going on from step {SAVE_INTERVAL}, then from step {2 * SAVE_INTERVAL}",
         f"the steps since the checkpoint; {done.seconds:.0f} s for the last start",
-        f"no: {worst:.0e} nats apart at most, as 1 and 2 undisturbed processes are ({noise:.0e})",
+        f"to {worst:.0e} nats; 1 and 2 undisturbed processes to {noise:.0e}",
+    )
+
+
+@case
+def second_start(c: Campaign) -> Outcome:
+    undisturbed = losses(c.baseline())
+    folder = c.work / "twice"
+    process = c.train(folder)
+    process.wait_for(lambda: 2 in losses(folder / RUN), "step 2")
+    os.kill(
+        process.popen.pid, signal.SIGSTOP
+    )  # else it may end before the second one has imported everything
+    done = c.train(folder).finish()
+    os.kill(process.popen.pid, signal.SIGCONT)
+    expect(done.code == 2 and len(done.errors) == 1, done.text[-3000:])
+    expect(f"process {process.popen.pid} on" in done.errors[0], done.errors[0])
+    first = process.finish()
+    expect(first.code == 0, first.text[-3000:])
+    expect(losses(folder / RUN) == undisturbed, "other losses than the undisturbed run")
+    return Outcome(
+        "the same command while the run goes on",
+        f'exit 2 after {done.seconds:.0f} s: "... is the folder of a run that is going on (process ...)"; the run ends',
+        "nothing",
+        f"yes, {len(undisturbed)} losses",
     )
 
 

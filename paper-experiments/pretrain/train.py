@@ -12,11 +12,14 @@ WANDB_ENTITY, WANDB_PROJECT. Further arguments override the config: ``trainer.ca
 
 import argparse
 import errno
+import fcntl
 import json
 import logging
 import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -43,6 +46,7 @@ from config_utils.run_info import run_info, sha256
 from eval.checkpoint import damage, restrict_unpickling
 from olmo_core.distributed.utils import broadcast_object, get_local_world_size, get_rank
 from olmo_core.exceptions import OLMoConfigurationError
+from olmo_core.nn.depth import DepthBackend, DepthTransformer
 from olmo_core.train import prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import ConfigSaverCallback
 from olmo_core.train.checkpoint import Checkpointer
@@ -50,6 +54,11 @@ from olmo_core.utils import seed_all
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LOCK_WAIT_S = 120.0
+"""How long a start waits for a run folder that a process of another machine holds: a file server may keep a lost machine's lock."""
+_HELD: list[Any] = []
+"""The open lock of the run folder: closing it would let go."""
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -127,13 +136,82 @@ def check_same_model(config: ExperimentConfig, path: Path) -> None:
         raise UserError(
             f"{path / 'config.json'} is damaged; copy it from another checkpoint of this run, or remove it"
         ) from None
-    ours = config.model.as_config_dict()
+    ours = json.loads(json.dumps(config.model.as_config_dict()))
     if saved != ours:
-        different = sorted(k for k in saved.keys() | ours.keys() if saved.get(k) != ours.get(k))
+        there, here = leaves(saved), leaves(ours)
+        different = [
+            f"model.{name} is {there.get(name)} there and {here.get(name)} here"
+            for name in sorted(there.keys() | here.keys())
+            if there.get(name) != here.get(name)
+        ]
+        more = f", and {len(different) - 4} more" if len(different) > 4 else ""
         raise UserError(
-            f"{path} holds a checkpoint of another model (its {', '.join(different)} differ); move that run folder "
+            f"{path} holds a checkpoint of another model ({', '.join(different[:4])}{more}); move that run folder "
             "away or set another CHECKPOINT_DIR"
         )
+
+
+def leaves(config: Any, name: str = "") -> dict[str, Any]:
+    """The values of a nested config by their paths."""
+    if isinstance(config, dict):
+        items = [(str(key), value) for key, value in config.items()]
+    elif isinstance(config, list):
+        items = [(str(i), value) for i, value in enumerate(config)]
+    else:
+        return {name: config}
+    return {
+        k: v for key, value in items for k, v in leaves(value, f"{name}.{key}".lstrip(".")).items()
+    }
+
+
+def hold(folder: Path) -> None:
+    """
+    Keep other runs out of a run folder until this process ends, however it ends. The lock is the process's own: worker processes
+    that outlive it do not have it.
+
+    :raises UserError: If another process trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+")
+    host, end, said = socket.gethostname(), time.monotonic() + LOCK_WAIT_S, False
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as e:
+            if e.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system without locks: go on unprotected
+        lock.seek(0)
+        pid, _, where = lock.read().strip().partition(" ")
+        who = f"process {pid or 'unknown'} on {where or 'an unknown machine'}"
+        if where == host or time.monotonic() > end:
+            raise UserError(
+                f"{folder} is the folder of a run that is going on ({who}): wait for its end, or set another "
+                "CHECKPOINT_DIR or SEED"
+            )
+        if not said:
+            log.warning("%s is held by %s: waiting %.0f s for it", folder, who, LOCK_WAIT_S)
+            said = True
+        time.sleep(1.0)
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()} {host}\n")
+    lock.flush()
+    _HELD.append(lock)
+
+
+def check_backends(config: ExperimentConfig, model: DepthTransformer) -> None:
+    """
+    Before anything is written: can the backend run that the config names?
+
+    :raises OLMoConfigurationError: If not; the message says why.
+    """
+    module = config.train_module
+    dtype = module.autocast_precision or (module.dp_config and module.dp_config.param_dtype)
+    device = torch.device("cpu" if config.gpu == "cpu" else "cuda")
+    for boundary in model.boundaries():
+        if boundary.backend not in (DepthBackend.auto, DepthBackend.reference):
+            boundary.select_backend(device, dtype.as_pt() if dtype else torch.float32)
 
 
 def check_values(config: ExperimentConfig) -> None:
@@ -282,6 +360,7 @@ def train(config: ExperimentConfig, overrides: Sequence[str] = ()) -> int:
     prepare_training_environment(backend=backend, shared_filesystem=True)
     seed_all(config.seed)
     restrict_unpickling()
+    on_first_process(hold, Path(config.trainer.save_folder))
     resumed_from = on_first_process(newest_whole_checkpoint, config)
     log.info(
         "Run folder %s: %s",
@@ -292,6 +371,7 @@ def train(config: ExperimentConfig, overrides: Sequence[str] = ()) -> int:
     try:
         model = config.model.build(init_device="meta")
         model.metrics_interval = config.metrics_interval
+        check_backends(config, cast(DepthTransformer, model))
         names = (name for name, _ in model.named_parameters())
         scale_depth_lr(config.train_module.optim, names, config.depth_lr_scale)
         train_module = config.train_module.build(model)
