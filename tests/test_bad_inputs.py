@@ -108,7 +108,7 @@ def command(monkeypatch, main: Callable[[], Any], *argv: str) -> Callable[[], An
 
 TRAIN = "tiny ldm 0.004 --dry-run"
 TRAINING = [
-    ("tiny ldm fast --dry-run", {}, "invalid float value: 'fast'"),
+    ("tiny ldm lr=0.1 --dry-run", {}, "the learning rate must be a number such as 0.001, got 'lr=0.1'"),
     ("tiny ldm", {}, "the following arguments are required: lr"),
     ("tiny ldm nan --dry-run", {}, "between 0 and 1, got nan"),
     ("tiny ldm -1 --dry-run", {}, "between 0 and 1, got -1.0"),

@@ -60,6 +60,8 @@ if [[ $GPU == cpu ]]; then
   export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
   export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}
   NPROC=${NPROC:-1}
+  # OLMo-core would say 8, whatever the machine.
+  if [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NPROC - 1) / NPROC))}; fi
 else
   COUNT=$(grep -c . <<<"$NAMES" || true)
   NPROC=${NPROC:-$((COUNT > 0 ? COUNT : 1))} # without a GPU train.py says so

@@ -67,10 +67,17 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("scale", help="tiny, 90m, 400m, 1p5b or 1p7b")
     parser.add_argument("method", help="preln, attnres_full, attnres_block, mhc, ldm, ldm_k4, ...")
-    parser.add_argument("lr", type=float, help="the peak learning rate")
+    parser.add_argument("lr", help="the peak learning rate")
     parser.add_argument("--gpu", default="cpu", help=f"the hardware: {', '.join(GPUS)}")
     parser.add_argument("--dry-run", action="store_true", help="print the config and exit")
     return parser.parse_known_args()
+
+
+def number(text: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{what} must be a number such as 0.001, got '{text}'") from None
 
 
 def env_int(name: str, least: int = 0, most: int = 2**32 - 1) -> int | None:
@@ -299,7 +306,7 @@ def main() -> int:
     config = build_experiment(
         opts.scale,
         opts.method,
-        opts.lr,
+        number(opts.lr, "the learning rate"),
         gpu=opts.gpu,
         world_size=world_size,
         local_world_size=env_int("LOCAL_WORLD_SIZE", least=1) or world_size,
