@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from olmo_core.nn.depth.connection import upcast
-from olmo_core.nn.depth.triton_ops import define_op, is_eager, on_device
+from olmo_core.nn.depth.triton_ops import (
+    EagerFunction,
+    define_op,
+    empty_like,
+    is_eager,
+    on_device,
+)
 
 from ..flexible import ops as flexible
 from ..flexible.options import BoundaryOptions
@@ -103,18 +109,13 @@ def _extra_columns(d_k: int, earlier: int = 0) -> int:
     return Spec("forward", 64, d_k, earlier=earlier).extra_columns
 
 
-def _empty_like(t: Tensor) -> Tensor:
-    """Contiguous. ``new_empty`` takes the host twice as long."""
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
 def _forward_outputs(o: BoundaryOptions, memory: Tensor, y: Tensor):
     d = y.shape[-1]
     n_tokens = y.numel() // d
     columns = o.n_rows + 4 + _extra_columns(o.d_k)
     return (
-        y.new_empty(memory.shape),
-        y.new_empty(y.shape),
+        empty_like(memory, y.dtype),
+        empty_like(y),
         None,
         None,
         y.new_empty((o.n_rows + 1) * d + o.n_biases + n_tokens * columns, dtype=torch.float32),
@@ -282,12 +283,12 @@ def _run_forward(
     """
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens, n = y.numel() // d, len(earlier)
-    x, memory_out, coefficients_out = _empty_like(y), None, None
+    x, memory_out, coefficients_out = empty_like(y), None, None
     if not writes:
         shape = (*y.shape[:-1], (2 + n) * o.d_k)
         coefficients_out = y.new_empty(shape, dtype=torch.float32)
     elif not in_place:
-        memory_out = _empty_like(memory)
+        memory_out = empty_like(memory)
     elif not memory.is_contiguous() or memory.data_ptr() % 16:
         raise ValueError("LDM's fast backend updates only a contiguous, aligned memory in place")
     else:
@@ -374,7 +375,7 @@ def _launch_window_backward(
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     n_parameters = (o.n_rows + 1) * d + o.n_biases
-    d_memory, d_y = _empty_like(memory), _empty_like(y)
+    d_memory, d_y = empty_like(memory), empty_like(y)
     d_parameters = packed.new_empty(n_parameters)
     if n_tokens == 0:
         return d_memory, d_y, d_parameters.zero_()
@@ -411,7 +412,7 @@ def _launch_window_backward(
     return d_memory, d_y, d_parameters
 
 
-class _WindowBoundary(torch.autograd.Function):
+class _WindowBoundary(EagerFunction):
     """
     The memory that flows between boundaries is the anchor's storage, and its gradient that of the memory it stands for: each boundary
     writes the gradient of the memory before it from that of the memory after it, as if both had been stored. The earlier
@@ -586,7 +587,7 @@ def _backward_boundary(ctx, *grads):
     return flexible._backward_boundary(ctx, *grads, launch=_launch_backward, op=_backward)
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(EagerFunction):
     @staticmethod
     def forward(ctx, *inputs):
         memory_out, x, residual_out, y_out, packed = _launch_forward(*inputs)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from olmo_core.nn.depth.triton_ops import define_op, is_eager, on_device
+from olmo_core.nn.depth.triton_ops import define_op, empty_like, is_eager, on_device
 
 from ..fast import cache as kernel_cache
 from ..fast import ops as fast
@@ -81,8 +81,8 @@ def _launch(
             rows = packed.rows(parameters, norm_weight, options)
             return fast.forward_without_saving(memory, y, rows, eps, options, in_place=in_place)
         spec, kernel = plan
-        memory_out = memory if in_place else memory.new_empty(memory.shape)
-        x = y.new_empty(y.shape)
+        memory_out = memory if in_place else empty_like(memory)
+        x = empty_like(y)
         if n_tokens == 0:
             return memory_out, x
         fragments, were_there = packed.fragments(spec, parameters, norm_weight)
@@ -107,7 +107,7 @@ def _op_forward(memory, y, *arguments):
 
 
 def _fake_forward(memory, y, *arguments):
-    return memory.new_empty(memory.shape), y.new_empty(y.shape)
+    return empty_like(memory), empty_like(y)
 
 
 _forward = define_op(

@@ -14,8 +14,10 @@ import torch
 
 from olmo_core.nn.depth.triton_launcher import Launcher
 from olmo_core.nn.depth.triton_ops import (
+    EagerFunction,
     ceil_div,
     define_op,
+    empty_like,
     is_eager,
     multiprocessors,
     next_power_of_2,
@@ -211,12 +213,11 @@ def forget_plans() -> None:
 def _forward_outputs(o, memory, y, pending):
     d = y.shape[-1]
     n_tokens = y.numel() // d
-    shape = y.shape
     return (
-        y.new_empty(memory.shape) if o.write else None,
-        y.new_empty(shape),
-        y.new_empty(shape) if o.write and o.residual else None,
-        y.new_empty(shape) if pending is not None else None,
+        empty_like(memory, y.dtype) if o.write else None,
+        empty_like(y),
+        empty_like(y) if o.write and o.residual else None,
+        empty_like(y) if pending is not None else None,
         y.new_empty(
             (o.n_rows + 1) * d + o.n_biases + n_tokens * (o.n_rows + 4), dtype=torch.float32
         ),
@@ -301,7 +302,7 @@ def _launch_backward(
         return out
     sizes = plan.sizes(n_tokens)
     scratch = packed.new_empty(sizes.elements)
-    slot_mean = y.new_empty(y.shape) if o.query_source == "memory" else None
+    slot_mean = empty_like(y) if o.query_source == "memory" else None
     with on_device(device):
         plan.boundary(
             sizes.grid,
@@ -326,12 +327,12 @@ def _launch_backward(
 
 
 def _backward_outputs(o, memory, y, key_input, residual):
-    shape, d = y.shape, y.shape[-1]
+    d = y.shape[-1]
     return (
-        y.new_empty(memory.shape),
-        y.new_empty(shape),
-        y.new_empty(shape) if key_input is not None and "key" in o.maps else None,
-        y.new_empty(shape) if residual is not None else None,
+        empty_like(memory, y.dtype),
+        empty_like(y),
+        empty_like(y) if key_input is not None and "key" in o.maps else None,
+        empty_like(y) if residual is not None else None,
         y.new_empty((o.n_rows + 1) * d + o.n_biases, dtype=torch.float32),
     )
 
@@ -359,7 +360,7 @@ def _fake_first_forward(y, key_0, norm_weight, eps):
     lead = y.shape[:-1]
     return (
         y.new_empty((*lead, key_0.shape[0], y.shape[-1])),
-        y.new_empty(y.shape),
+        empty_like(y),
         y.new_empty(lead, dtype=torch.float32),
     )
 
@@ -376,7 +377,7 @@ def _launch_first_backward(
     d, device = y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     plan = _first_backward_plan(d, key_0.shape[0], device)
-    d_y = y.new_empty(y.shape)
+    d_y = empty_like(y)
     d_parameters = rstd.new_empty(d + plan.options.n_biases)
     if n_tokens == 0:
         d_parameters.zero_()
@@ -397,7 +398,7 @@ def _launch_first_backward(
 
 def _fake_first_backward(y, key_0, norm_weight, rstd, d_memory, d_x):
     n_biases = _first_options(key_0.shape[0]).n_biases
-    return y.new_empty(y.shape), rstd.new_empty(y.shape[-1] + n_biases)
+    return empty_like(y), rstd.new_empty(y.shape[-1] + n_biases)
 
 
 # Ops.
@@ -539,7 +540,7 @@ def _backward_boundary(
     )
 
 
-class _Boundary(torch.autograd.Function):
+class _Boundary(EagerFunction):
     @staticmethod
     def forward(ctx, *inputs):
         memory_out, x, residual_out, y_out, packed = _launch_forward(*inputs)
@@ -569,7 +570,7 @@ def _backward_first(ctx, d_memory, d_x, *_):
     return d_y, d_parameters[d : d + d_k], d_parameters[:d], None
 
 
-class _FirstBoundary(torch.autograd.Function):
+class _FirstBoundary(EagerFunction):
     @staticmethod
     def forward(ctx, *inputs):
         output = _launch_first_forward(*inputs)
