@@ -1,6 +1,5 @@
 """Builds the complete config of one training run from a scale, a method and a learning rate."""
 
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from config_utils.callbacks import (
 )
 from config_utils.errors import UserError
 from config_utils.methods import depth_connection
+from config_utils.run_info import format_lr as format_lr
+from config_utils.run_info import run_name
 from config_utils.scales import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -68,19 +69,6 @@ class ExperimentConfig(Config):
     seed: int
     depth_lr_scale: float = 1.0
     """The learning rate of the depth connection's own parameters over that of all others (:func:`scale_depth_lr`)."""
-
-
-def format_lr(lr: float) -> str:
-    """``0.001`` -> ``1e-3``, ``0.0005`` -> ``5e-4``, ``0.0025`` -> ``2.5e-3``."""
-    exponent = math.floor(math.log10(lr))
-    mantissa = f"{lr / 10**exponent:.6g}"
-    if mantissa == "10":
-        mantissa, exponent = "1", exponent + 1
-    return f"{mantissa}e{exponent}"
-
-
-def run_name(scale: str, method: str, lr: float, seed: int) -> str:
-    return f"{scale}-{method}-lr{format_lr(lr)}-seed{seed}"
 
 
 def tokenizer_config() -> TokenizerConfig:

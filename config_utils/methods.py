@@ -67,7 +67,10 @@ ABLATIONS: dict[str, _Factory] = {
 }
 """The ablations of LDM: the default with one option changed, or two starts together."""
 
-ALL_METHODS = {**PAPER_METHODS, **ABLATIONS}
+OWN_METHODS: dict[str, _Factory] = {}
+"""Yours: ``"highway": lambda scale: HighwayConfig()``. The README says what else a method needs."""
+
+ALL_METHODS = {**PAPER_METHODS, **ABLATIONS, **OWN_METHODS}
 
 
 def depth_connection(method: str, scale: Scale) -> DepthConnectionConfig:
@@ -75,8 +78,9 @@ def depth_connection(method: str, scale: Scale) -> DepthConnectionConfig:
     :raises UserError: If there is no such method.
     """
     if method not in ALL_METHODS:
+        own = f"one of yours: {', '.join(OWN_METHODS)}, " if OWN_METHODS else ""
         raise UserError(
             f"unknown method '{method}': choose one of {', '.join(PAPER_METHODS)}, "
-            f"or an ablation: {', '.join(ABLATIONS)}"
+            f"{own}or an ablation: {', '.join(ABLATIONS)}"
         )
     return ALL_METHODS[method](scale)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -73,6 +74,19 @@ def sha256(path: Path) -> str:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def format_lr(lr: float) -> str:
+    """``0.001`` -> ``1e-3``, ``0.0005`` -> ``5e-4``, ``0.0025`` -> ``2.5e-3``."""
+    exponent = math.floor(math.log10(lr))
+    mantissa = f"{lr / 10**exponent:.6g}"
+    if mantissa == "10":
+        mantissa, exponent = "1", exponent + 1
+    return f"{mantissa}e{exponent}"
+
+
+def run_name(scale: str, method: str, lr: float, seed: int) -> str:
+    return f"{scale}-{method}-lr{format_lr(lr)}-seed{seed}"
 
 
 def result_name(run: str, steps: int, overrides: Sequence[str] = ()) -> str:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from config_utils.errors import UserError
+from config_utils.methods import ALL_METHODS
 from config_utils.scales import available_scales, load_scale
 from olmo_core.config import Config, DType
 from olmo_core.data import TokenizerConfig
@@ -34,9 +35,7 @@ from olmo_core.nn.depth import (
     DepthBackend,
     DepthConnectionConfig,
     DepthTransformerConfig,
-    PreLNConfig,
 )
-from olmo_core.nn.hyper_connections import HyperConnectionsConfig
 from olmo_core.nn.ldm import LDMConfig
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 
@@ -368,22 +367,29 @@ _STEP = re.compile(r"step(\d+)")
 
 
 def method_name(config: TransformerConfig) -> str:
-    """The method of a model, as ``launch.sh`` takes it: ``preln``, ``attnres_full``, ``ldm_k4``, ..."""
+    """
+    The method of a model, as ``launch.sh`` takes it: ``preln``, ``attnres_full``, ``ldm_k4``, ... Options without a name
+    are those of a method and ``(custom)``.
+    """
     if not isinstance(config, DepthTransformerConfig):
         block = config.block
         return "preln" if getattr(block, "name", None) == "default" else "olmo-core"
     depth = config.depth
-    if isinstance(depth, PreLNConfig):
-        return "preln"
+    own_scale = scale_name(config)
+    scales = [load_scale(name) for name in ([own_scale] if own_scale else available_scales())]
+    named = [(name, factory(scale)) for scale in scales for name, factory in ALL_METHODS.items()]
+    for name, known in named:
+        if depth == known.replace(backend=depth.backend):
+            return name
     if isinstance(depth, AttnResConfig):
-        return "attnres_full" if depth.block_size == 1 else "attnres_block"
-    if isinstance(depth, HyperConnectionsConfig):
-        default: DepthConnectionConfig = HyperConnectionsConfig(backend=depth.backend)
-        return "mhc" if depth == default else "mhc (custom)"
+        return "attnres_block"
     if isinstance(depth, LDMConfig):
-        default = LDMConfig(d_k=depth.d_k, backend=depth.backend)
         name = "ldm" if depth.d_k == 8 else f"ldm_k{depth.d_k}"
-        return name if depth == default else f"{name} (custom)"
+        plain = LDMConfig(d_k=depth.d_k, backend=depth.backend)
+        return name if depth == plain else f"{name} (custom)"
+    for name, known in named:
+        if type(depth) is type(known):
+            return f"{name} (custom)"
     return type(depth).__name__
 
 
@@ -578,13 +584,16 @@ def match_keys(
 
 def looks_like(names: Iterable[str]) -> str:
     """The method that parameter names speak of, for messages."""
-    last = {n.rsplit(".", 1)[-1] for n in names if "boundary" in n}
+    names = list(names)
+    last = {n.rsplit(".", 1)[-1] for n in names if "boundary." in n}
     if "phi" in last:
         return "mhc"
     if "b_query" in last:
         return "ldm"
     if "query" in last:
         return "attnres"
+    if last:
+        return "a method that this table does not know"
     return "preln" if any(n.startswith("blocks.") for n in names) else "no method of ours"
 
 

@@ -155,10 +155,10 @@ def export_hf(checkpoint: Path, out: Path, dtype: torch.dtype = torch.float32) -
     """
     from safetensors.torch import save_file
 
-    method = method_name(read_checkpoint(checkpoint).model_config)
-    if method != "preln":
+    stored = read_checkpoint(checkpoint)
+    if method_name(stored.model_config) != "preln":
         raise UserError(
-            f"{checkpoint} is a checkpoint of {method}, which no Hugging Face architecture can run: only preln exports"
+            f"{checkpoint} is a checkpoint of {stored.method}, which no Hugging Face architecture can run: only preln exports"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(

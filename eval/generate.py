@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         if ids.numel() == 0:
             raise UserError("the prompt has no token to continue; give some text")
     if args.json is not None:
-        check_json(args.json)
+        check_output(args.json, "--json")
 
     device = default_device() if args.device is None else torch.device(args.device)
     loaded = load_checkpoint(
@@ -274,12 +274,12 @@ def one_sentence_errors() -> Iterator[None]:
         raise UserError(str(e)) from None
 
 
-def check_json(path: Path) -> None:
+def check_output(path: Path, option: str) -> None:
     """
     :raises UserError: Before any work, if the result could not be written.
     """
     if path.is_dir():
-        raise UserError(f"--json {path} is a folder; give the file to write")
+        raise UserError(f"{option} {path} is a folder; give the file to write")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:

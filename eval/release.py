@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from config_utils.errors import UserError, run_cli
-from config_utils.experiment import format_lr
+from config_utils.run_info import format_lr
 from data_utils.tokenizer import ResolvedTokenizer
 
 from .checkpoint import (

@@ -475,6 +475,8 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.out, results)
             print_table(results)
             print(f"written: {args.out}")
+            if data is None and not args.no_heldout:
+                print("held-out text was not evaluated because DATA_DIR (or --data-dir) is not set")
     return 0
 
 

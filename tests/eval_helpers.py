@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import OWN
 
 from config_utils.experiment import tokenizer_config
 from data_utils.shards import CorpusManifest, ShardSummary, TokenizerIdentity
@@ -24,6 +25,7 @@ METHODS: dict[str, DepthConnectionConfig] = {
     "attnres_block": AttnResConfig(block_size=2),
     "mhc": HyperConnectionsConfig(),
     "ldm_k4": LDMConfig(d_k=4),
+    **OWN,
 }
 
 TEXTS = [

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,10 +30,12 @@ collect = load("collect")
 
 def test_configs_are_current():
     generate = load("generate")
-    from config_utils.methods import ALL_METHODS
+    from config_utils.methods import ABLATIONS, ALL_METHODS, PAPER_METHODS
 
-    assert {p.stem for p in (FOLDER / "configs").glob("*.yaml")} == set(ALL_METHODS)
-    for variant in ALL_METHODS:
+    variants = {p.stem for p in (FOLDER / "configs").glob("*.yaml")}
+    # One's own methods may be left out.
+    assert {*PAPER_METHODS, *ABLATIONS} <= variants <= set(ALL_METHODS)
+    for variant in variants:
         import yaml
 
         assert yaml.safe_load(
@@ -41,10 +44,10 @@ def test_configs_are_current():
 
 
 def test_readme_defines_every_variant():
-    from config_utils.methods import ALL_METHODS
+    from config_utils.methods import ABLATIONS, PAPER_METHODS
 
     text = (FOLDER / "README.md").read_text()
-    assert [v for v in ALL_METHODS if f"`{v}`" not in text] == []
+    assert [v for v in (*PAPER_METHODS, *ABLATIONS) if f"`{v}`" not in text] == []
 
 
 def result(variant: str, seed: int, loss: float, speed: float | None = 100.0) -> dict:
@@ -195,7 +198,62 @@ def test_series_skips_what_has_a_result_and_says_what_failed(tmp_path, monkeypat
         series.main()
     assert {s[:2] for s in started} == {("ldm", 43), ("mhc", 42), ("preln", 42)}
     assert {s[2] for s in started} <= {"0", "1"}
-    assert "4 runs, 1 of them have a result already" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()[0]
+    assert f"4 runs, 1 of them have a result already in {tmp_path}: skipped" in said
+    assert "to run them anew, give another --out and CHECKPOINT_DIR" in said
+
+
+def test_the_committed_results_are_no_default(tmp_path, monkeypatch, capsys):
+    """The README's command trains in a clone: what is committed is not taken for the user's own results."""
+    series = load("series")
+    assert series.RESULTS == collect.RESULTS == FOLDER.parents[1] / "results" / "ablations"
+    monkeypatch.setattr(series, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    committed = [p.name for p in (FOLDER / "results").glob("*.json")]
+    started = []
+
+    def execute(run, device, opts, turn, processes):
+        started.append(run.result)
+        (opts.out / run.result).write_text("{}")
+        return "done"
+
+    monkeypatch.setattr(series, "execute", execute)
+    monkeypatch.setattr(sys, "argv", ["series.py", "--gpu", "h200", "preln:42,43", "ldm:42,43"])
+    assert series.main() == 0 and len(started) == 4 and set(started) <= set(committed)
+    assert "4 runs, 0 of them have a result already" in capsys.readouterr().out
+    assert series.main() == 0 and len(started) == 4
+    assert "4 runs, 4 of them have a result already" in capsys.readouterr().out
+
+    # The committed ones by name; a copy, since the table is written beside them.
+    shutil.copytree(FOLDER / "results", tmp_path / "committed")
+    monkeypatch.setattr(sys, "argv", ["x", "table", "--results", str(tmp_path / "committed")])
+    assert collect.main() == 0
+    table = (tmp_path / "committed" / "table.md").read_text()
+    assert table == (FOLDER / "results" / "table.md").read_text()
+
+
+def test_tiny_is_a_scale_of_the_series(tmp_path):
+    series = load("series")
+    (run,) = series.parse_arm("ldm", "tiny")
+    assert run.result == "tiny-ldm-lr4e-3-seed42-steps110.json"
+    from config_utils.scales import load_scale
+
+    assert series.DEFAULT_STEPS["tiny"] == load_scale("tiny").recipe.steps
+    done = subprocess.run(
+        ["bash", str(FOLDER / "launch.sh"), "static_key", "cpu"],
+        env={
+            **{k: v for k, v in os.environ.items() if k not in ("STEPS", "LR")},
+            "SCALE": "tiny",
+            "DRY_RUN": "1",
+            "PYTHON": sys.executable,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tiny static_key 0.004 --gpu cpu" in done.stdout and "value: 110" in done.stdout
+    assert (collect.amount(110 * 1024), collect.amount(400 * 65_536)) == ("113k", "26M")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -215,7 +273,10 @@ def test_a_series_that_is_stopped_stops_its_runs(tmp_path, number):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "steps400").mkdir(parents=True)
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "--gpu", "cpu", "--overlap", "0.5", "ldm:42,43"],
+        [
+            *(sys.executable, "-c", program, "--gpu", "cpu", "--overlap", "0.5"),
+            *("--out", str(tmp_path / "results"), "ldm:42,43"),
+        ],
         env={**os.environ, "CHECKPOINT_DIR": str(checkpoints)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -238,7 +299,7 @@ def test_a_series_that_is_stopped_stops_its_runs(tmp_path, number):
     [
         (("ldm",), {}, "need VARIANT GPU"),
         (("huge", "b200"), {}, "unknown variant 'huge'"),
-        (("ldm", "b200"), {"SCALE": "1p5b"}, "unknown SCALE '1p5b'"),
+        (("ldm", "b200"), {"SCALE": "1p5b"}, "unknown SCALE '1p5b': choose 400m, 90m or tiny"),
     ],
 )
 def test_bad_input(args, env, needle):
@@ -249,6 +310,24 @@ def test_bad_input(args, env, needle):
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and needle in done.stderr
+
+
+def test_a_method_without_a_config_is_told_of_generate(tmp_path):
+    folder = tmp_path / "paper-experiments" / "ablations"
+    (folder / "configs").mkdir(parents=True)
+    (folder / "launch.sh").write_text((FOLDER / "launch.sh").read_text())
+    (tmp_path / "config_utils").symlink_to(FOLDER.parents[1] / "config_utils")
+    for variant, needle in (
+        ("ldm", "'ldm' has no config here yet: run paper-experiments/ablations/generate.py"),
+        ("huge", "unknown variant 'huge'"),
+    ):
+        done = subprocess.run(
+            ["bash", str(folder / "launch.sh"), variant, "b200"],
+            env={**os.environ, "PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and needle in done.stderr
 
 
 def test_dry_run_is_the_series_recipe():

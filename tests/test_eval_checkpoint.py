@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,24 @@ from eval_helpers import (
 from safetensors.torch import load_file, save_file
 
 from config_utils.errors import UserError
+from config_utils.methods import ALL_METHODS
+from config_utils.scales import load_scale
 from eval import release
 from eval.checkpoint import (
     DistributedWeights,
     TensorSpec,
     build_model,
     load_checkpoint,
+    looks_like,
     match_keys,
+    method_name,
     read_checkpoint,
 )
 from eval.releases import RELEASES, repository
 from olmo_core.distributed.checkpoint import save_model_and_optim_state
+from olmo_core.nn.attnres import AttnResConfig
+from olmo_core.nn.depth import DepthConnectionConfig, PreLNConfig
+from olmo_core.nn.hyper_connections import HyperConnectionsConfig
 from olmo_core.nn.ldm import LDMConfig
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 
@@ -253,6 +261,43 @@ def test_weights_of_another_model(runs, tmp_path):
     message = refusal(path)
     assert "of another shape: " in message and "missing:" not in message
     assert "blocks.0.attention_boundary.key_0 ([4] in the checkpoint, [8] in the model)" in message
+
+
+def test_names_of_an_unknown_method_are_not_taken_for_preln():
+    shared = ["blocks.0.attention.w_q.weight", "final_norm.weight"]
+    assert looks_like(shared) == "preln"
+    assert looks_like(iter([*shared, "blocks.0.attention_boundary.gate"])) == (
+        "a method that this table does not know"
+    )
+    assert looks_like([*shared, "final_boundary.phi"]) == "mhc"
+    assert looks_like(["boundary"]) == "no method of ours"
+
+
+def test_a_method_has_the_name_that_launches_it(monkeypatch):
+    def name(depth: DepthConnectionConfig, **shape) -> str:
+        return method_name(tiny_config(depth).replace(**shape))
+
+    shape = {"d_model": 1024, "n_layers": 24}
+    for method, factory in ALL_METHODS.items():
+        assert name(factory(load_scale("400m")), **shape) == method
+    assert name(LDMConfig(update="delta", backend="reference")) == "delta_rule"
+    assert name(LDMConfig(update="delta", d_k=4)) == "ldm_k4 (custom)"
+    assert name(LDMConfig(d_k=3)) == "ldm_k3"
+    assert name(AttnResConfig(block_size=5), **shape) == "attnres_block"
+    assert name(HyperConnectionsConfig(n_streams=3)) == "mhc (custom)"
+
+    monkeypatch.setitem(ALL_METHODS, "mine", lambda scale: Mine(gates=scale.attnres_block_size))
+    assert name(Mine(gates=6), **shape) == "mine"
+    assert name(Mine(gates=-1)) == "mine (custom)"
+    monkeypatch.undo()
+    assert name(Mine()) == "Mine"
+
+
+@dataclass
+class Mine(PreLNConfig):
+    """A method of one's own."""
+
+    gates: int = 0
 
 
 def test_match_keys_counts():

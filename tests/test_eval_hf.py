@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from config_utils.errors import UserError
 from eval import export_hf
+from eval.checkpoint import read_checkpoint
 from olmo_core.nn.transformer import Transformer
 
 
@@ -79,13 +80,21 @@ def test_bfloat16_is_rounded_once(preln, tmp_path):
     assert torch.equal(theirs["model.layers.0.self_attn.q_proj.weight"], ours.bfloat16())
 
 
-@pytest.mark.parametrize("name", ["attnres_block", "mhc", "ldm_k4"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "preln"])
 def test_other_methods_are_refused(name, tmp_path):
     config = tiny_config(METHODS[name])
     path = write_checkpoint(tmp_path / "run" / "step1", tiny_model(config), config)
     with pytest.raises(UserError, match=rf"is a checkpoint of {name}, .*: only preln exports"):
         export_hf.main([str(path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_refusal_names_the_method_as_the_run_did(tmp_path):
+    config = tiny_config(METHODS["mhc"])
+    path = write_checkpoint(tmp_path / "step1", tiny_model(config), config, method="streams")
+    assert read_checkpoint(path).method == "streams"
+    with pytest.raises(UserError, match="is a checkpoint of streams, "):
+        export_hf.main([str(path), str(tmp_path / "out")])
 
 
 def test_what_a_llama_has_not_is_refused(tmp_path):

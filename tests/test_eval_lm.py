@@ -314,6 +314,23 @@ def test_run_offline(checkpoint, tmp_path, capsys, monkeypatch):
     assert tasks["arc_easy"]["acc_norm"] == correct_norm / 4
 
 
+def test_held_out_text_that_is_left_out_is_said_at_the_end(
+    checkpoint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")  # put back afterwards
+    monkeypatch.setattr(run, "evaluate_tasks", lambda *args: {"tasks": {}})
+    argv = [str(checkpoint), str(tmp_path / "out.json"), "--offline", "--tasks", "piqa"]
+    argv += ["--device", "cpu"]
+    assert run.main(argv) == 0
+    *_, written, last = capsys.readouterr().out.splitlines()
+    assert written == f"written: {tmp_path / 'out.json'}"
+    assert last == "held-out text was not evaluated because DATA_DIR (or --data-dir) is not set"
+    assert run.main([*argv, "--no-heldout"]) == 0
+    assert "not evaluated" not in capsys.readouterr().out  # it was asked for
+
+
 def test_bad_command_lines(checkpoint, tmp_path, monkeypatch):
     monkeypatch.delenv("DATA_DIR", raising=False)
     out = str(tmp_path / "out.json")

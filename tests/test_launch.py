@@ -12,9 +12,16 @@ import pytest
 
 from config_utils.errors import UserError
 from config_utils.experiment import build_experiment, format_lr, run_name, scale_depth_lr
-from config_utils.methods import ABLATIONS, ALL_METHODS, PAPER_METHODS, depth_connection
+from config_utils.methods import (
+    ABLATIONS,
+    ALL_METHODS,
+    OWN_METHODS,
+    PAPER_METHODS,
+    depth_connection,
+)
 from config_utils.scales import available_scales, load_scale
 from olmo_core.nn.attnres import AttnResConfig
+from olmo_core.nn.depth import PreLNConfig
 from olmo_core.nn.ldm import LDMConfig
 from olmo_core.nn.transformer import TransformerConfig
 
@@ -52,7 +59,7 @@ def test_scales_smallest_first():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("method", [*PAPER_METHODS, "delta_rule"])
+@pytest.mark.parametrize("method", [*PAPER_METHODS, "delta_rule", *OWN_METHODS])
 def test_every_method_at_every_scale_round_trips(scale, method):
     world_size = 4 if scale == "tiny" else 8  # a tiny batch has four sequences
     config = build_experiment(scale, method, 1e-3, gpu="b200", world_size=world_size)
@@ -97,7 +104,14 @@ def test_an_ablation_changes_what_its_name_says():
             k for k, v in config.as_dict().items() if v != default.as_dict()[k] and k != "backend"
         ]
         assert len(changed) == 1 + name.endswith("block_key_wide_forget"), (name, changed)
-    assert len(ALL_METHODS) == 28
+    assert len(PAPER_METHODS) + len(ABLATIONS) == 28
+
+
+def test_own_methods_are_named_beside_the_others(monkeypatch):
+    assert len(ALL_METHODS) == 28 + len(OWN_METHODS), "a name of OWN_METHODS is taken already"
+    monkeypatch.setitem(OWN_METHODS, "highway", lambda scale: PreLNConfig())
+    with pytest.raises(UserError, match=r"ldm_k4, one of yours: .*highway, or an ablation: ldm_k1"):
+        depth_connection("moe", load_scale("tiny"))
 
 
 def test_run_names():
@@ -288,4 +302,8 @@ def test_trains_resumes_and_refuses_another_model(tmp_path):
 
     done = launch(*args, **env)
     assert done.returncode == 0 and "going on from step 3" in done.stdout + done.stderr
-    one_sentence(launch(*args, "model.block.depth.d_k=4", **env), "another model", "block")
+    one_sentence(
+        launch(*args, "model.block.depth.d_k=4", **env),
+        "another model",
+        "model.block.depth.d_k is 8 there and 4 here",
+    )

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OVERLAY = ROOT / "pretrain" / "OLMo-core"
 SOURCES = OVERLAY / "src"
-LEAVES = ("depth", "ldm", "attnres", "hyper_connections")
+PACKAGES = sorted({".".join(p.parent.relative_to(SOURCES).parts) for p in SOURCES.rglob("*.py")})
+"""Of the source tree."""
+LEAVES = {package.split(".")[2] for package in PACKAGES if package.startswith("olmo_core.nn.")}
 """The packages that the overlay adds below ``olmo_core.nn``."""
 
 MODULES = sorted(
@@ -126,6 +129,15 @@ def site(wheel, tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(upstream_root() / name, folder / name)
     return folder
+
+
+def test_pyproject_lists_the_packages_of_the_source_tree():
+    """One that is missing there is not found, and no launch of any method gets past its import."""
+    setuptools = tomllib.loads((OVERLAY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(setuptools["packages"]) == PACKAGES, "`packages` in pretrain/OLMo-core"
+    folders = {package: f"src/{package.replace('.', '/')}" for package in PACKAGES}
+    assert setuptools["package-dir"] == folders, "`package-dir` in pretrain/OLMo-core"
+    assert {"depth", "ldm", "attnres", "hyper_connections"} <= LEAVES
 
 
 def test_the_wheel_holds_every_file_below_src(wheel_files):

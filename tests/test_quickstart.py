@@ -13,7 +13,8 @@ SCRIPT = ROOT / "paper-experiments" / "quickstart" / "quickstart.sh"
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("DATA_DIR", "STEPS", "METHODS")}
+    ours = ("DATA_DIR", "STEPS", "METHODS", "LR", "LIMIT", "HELDOUT_TOKENS", "SEED")
+    clean = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.run(
         ["bash", str(SCRIPT), *args],
         env={**clean, "SKIP_SETUP": "1", **env},
@@ -33,6 +34,19 @@ def test_dry_run_prints_the_whole_path(tmp_path):
     assert sum("evaluation/run.sh" in c for c in commands) == 3
     assert "summarize.py" in commands[-1] and commands[-1].count("eval-") == 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "tokens"),
+    [({"STEPS": "20"}, "20480"), ({"STEPS": "110"}, "100000"), ({"STEPS": "20", "HELDOUT_TOKENS": "7"}, "7")],
+)  # fmt: skip
+def test_no_more_held_out_text_than_the_training_reads(tmp_path, env, tokens):
+    done = run(DRY_RUN="1", OUT=str(tmp_path / "out"), LIMIT="2", **env)
+    assert done.returncode == 0, done.stderr
+    commands = [line for line in done.stdout.splitlines() if "evaluation/run.sh" in line]
+    assert len(commands) == 2
+    assert all(c.endswith(f"--limit 2 --heldout-tokens {tokens}") for c in commands)
+    assert all(f"seed42/step{env['STEPS']} " in c for c in commands)
 
 
 def test_own_corpus_takes_the_place_of_the_built_one(tmp_path):
@@ -57,9 +71,33 @@ def test_bad_input(args, needle):
     assert done.returncode == 2 and done.stderr.startswith("error: ") and needle in done.stderr
 
 
+def test_settings_that_are_no_numbers(tmp_path):
+    done = run(STEPS="few", OUT=str(tmp_path / "out"))
+    assert done.returncode == 2 and "STEPS must be a positive whole number" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_corpus_without_held_out_text_is_refused(tmp_path):
     done = run("--corpus", str(tmp_path), OUT=str(tmp_path / "out"))
     assert done.returncode == 2 and "holds no parquet file" in done.stderr
+
+
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_on_a_cpu_waiting_threads_do_not_spin(tmp_path, policy):
+    """Beside other work they would take the cores; a setting of the user's stays."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "policy $OMP_WAIT_POLICY"\n')
+    python.chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    env |= {"PYTHON": str(python), "DATA_DIR": str(tmp_path)}
+    env |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
+    for script, *args in (
+        ("pretrain/launch.sh", "--gpu", "cpu", "tiny", "ldm", "0.004"),
+        ("throughput/rounds.sh", "train", "tiny", "cpu", "1"),
+    ):
+        command = ["bash", str(SCRIPT.parents[1] / script), *args]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == f"policy {policy or 'passive'}", done.stderr
 
 
 def test_summary_reads_a_run(tmp_path):

@@ -241,7 +241,46 @@ def test_a_slow_machine_is_seen():
     )
     assert summary["canary"]["slow_rounds"] == [2] and summary["incomplete_rounds"] == [3]
     notes = " ".join(summarize.notes(summary))
-    assert "slower than its best in round 2" in notes and "before the end: round 3" in notes
+    assert "slower than its best in round 2: trust the ratios" in notes
+    assert "before the end: round 3" in notes and "not steady" not in notes
+    assert summary["canary"]["unsteady_rounds"] == []
+
+
+def test_an_unsteady_machine_is_said_in_words():
+    half = {"matmul_flops_per_s": 50e12, "copy_bytes_per_s": 4e12}
+    mild = {"matmul_flops_per_s": 90e12, "copy_bytes_per_s": 4e12}
+    rows = [row("preln", 1.0), row("ldm", 0.9)]
+    after = (half, mild, {"matmul_flops_per_s": 100e12, "copy_bytes_per_s": 4e12})
+    before = (after[2], half, mild)
+    summary = summarize.summarise(
+        [one_round(i + 1, rows, canary_before=before[i], canary_after=after[i]) for i in range(3)]
+    )
+    assert summary["canary"]["slow_rounds"] == [1, 2, 3]
+    assert summary["canary"]["unsteady_rounds"] == [1, 2]
+    notes = summarize.notes(summary)
+    (unsteady,) = (n for n in notes if "not steady" in n)
+    assert "more than 20% slower than its best in round 1, 2, whose ratios mean little" in unsteady
+    assert any("5% slower than its best in round 3: trust the ratios" in n for n in notes)
+
+
+def test_one_round_has_no_spread_and_a_cpu_ranks_nothing():
+    rows = [row("preln", 100.0), row("ldm", 91.0)]
+    one = summarize.summarise([one_round(1, rows)])
+    head, lines = summarize.table(one)
+    assert "x PreLN" in head and lines[1][head.index("x PreLN")] == "0.910"
+    assert one["rows"][1]["ratio_to_preln"]["min"] == pytest.approx(0.91)  # the JSON keeps its keys
+    assert "1 round, " in summarize.markdown(one)
+    notes = " ".join(summarize.notes(one))
+    assert "no spread" in notes and "only show that the benchmark works" in notes
+
+    gpu = [one_round(n, [row("preln", 100.0), row("ldm", 90.0 + n)]) for n in (1, 2)]
+    for r in gpu:
+        r["settings"]["device"] = "NVIDIA H200"
+    two = summarize.summarise(gpu)
+    head, lines = summarize.table(two)
+    cells = [cells[head.index("x PreLN (min to max)")] for cells in lines]
+    assert cells == ["1.000", "0.915 (0.910 to 0.920)"]
+    assert len(summarize.notes(two)) == 1  # the canary
 
 
 def test_one_run_in_a_folder(tmp_path):

@@ -1,9 +1,12 @@
 """
 Turns run folders into one JSON file each, and those into a table and a plot.
 
-    python paper-experiments/ablations/collect.py save RUN_FOLDER ... [--out DIR]   # results/<run>.json
+    python paper-experiments/ablations/collect.py save RUN_FOLDER ... [--out DIR]   # DIR/<run>.json
     python paper-experiments/ablations/collect.py table [--results DIR]              # table.md, loss.png beside the results
     python paper-experiments/ablations/collect.py curves LABEL=FILE ... --out DIR    # training losses side by side: curves.md, .png
+
+``save`` writes to, and ``table`` reads, ``results/ablations`` in the repository, as ``series.py`` does; the committed results are in
+``paper-experiments/ablations/results``.
 
 The table groups runs by scale, steps, learning rate and variant: mean over seeds, its standard error, the difference to ``ldm``
 with its standard error (paired by seed where both have it), tokens per second and memory.
@@ -22,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config_utils.errors import UserError, run_cli
-from config_utils.run_info import result_name
+from config_utils.run_info import REPOSITORY, result_name
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = REPOSITORY / "results" / "ablations"
 HELD_OUT, TRAIN = "eval/held-out/CE loss", "train/CE loss"
 WARM_UP_STEPS = 20
 """Steps left out of the speed: compilation and the allocator."""
@@ -163,6 +166,10 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     )
 
 
+def amount(tokens: int) -> str:
+    return f"{tokens / 1e6:.0f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}k"
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     def with_error(value: float | None, error: float | None, sign: str = "") -> str:
         if value is None:
@@ -176,7 +183,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         cells = (
             r["scale"],
-            f"{r['tokens'] / 1e6:.0f}M",
+            amount(r["tokens"]),
             f"{r['learning_rate']:g}",
             r["overrides"],
             r["variant"],
@@ -215,7 +222,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_yticks(range(len(group)), [f"{r['variant']} ({r['seeds']})" for r in group])
         axis.set(
             xlabel="held-out loss (nats)",
-            title=f"{scale}, {tokens / 1e6:.0f}M tokens, lr {lr:g}" + (recipe and f"\n{recipe}"),
+            title=f"{scale}, {amount(tokens)} tokens, lr {lr:g}" + (recipe and f"\n{recipe}"),
         )
         axis.grid(axis="x", alpha=0.3)
     temporary = path.with_suffix(".tmp.png")
@@ -307,12 +314,16 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     save = commands.add_parser("save", help="run folders to JSON files")
     save.add_argument("runs", type=Path, nargs="+")
-    save.add_argument("--out", type=Path, default=RESULTS)
+    save.add_argument(
+        "--out", type=Path, default=RESULTS, help="(results/ablations in the repository)"
+    )
     save.add_argument(
         "--shared-gpu", action="store_true", help="the runs shared a GPU: leave their speed out"
     )
     table = commands.add_parser("table", help="JSON files to a table and a plot")
-    table.add_argument("--results", type=Path, default=RESULTS)
+    table.add_argument(
+        "--results", type=Path, default=RESULTS, help="(results/ablations in the repository)"
+    )
     curves = commands.add_parser("curves", help="training losses of runs side by side")
     curves.add_argument("runs", nargs="+", metavar="LABEL=FILE")
     curves.add_argument("--out", type=Path, required=True)
@@ -330,7 +341,8 @@ def main() -> int:
     files = sorted(opts.results.glob("*.json"))
     if not files:
         raise UserError(
-            f"{opts.results} holds no results: make some with 'collect.py save RUN_FOLDER'"
+            f"{opts.results} holds no results: make some with series.py or 'collect.py save RUN_FOLDER', or give "
+            "--results paper-experiments/ablations/results for the committed ones"
         )
     results = []
     for path in files:

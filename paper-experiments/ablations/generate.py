@@ -1,6 +1,6 @@
 """
-Writes ``configs/<variant>.yaml`` for every variant of the ablation series from the table in ``config_utils/methods.py``: the
-depth connection in full at both scales, and what differs from the default LDM.
+Writes ``configs/<variant>.yaml`` for every variant of the ablation series, and for your own methods, from the tables in
+``config_utils/methods.py``: the depth connection in full at each scale of the series, and what differs from the default LDM.
 
     python paper-experiments/ablations/generate.py            # write
     python paper-experiments/ablations/generate.py --check    # exit 1 if a file is out of date
@@ -21,7 +21,7 @@ from config_utils.methods import ABLATIONS, ALL_METHODS, depth_connection
 from config_utils.scales import load_scale
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-SCALES = ("400m", "90m")
+SCALES = ("400m", "90m", "tiny")
 
 
 def config(variant: str) -> dict[str, Any]:

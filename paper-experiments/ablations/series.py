@@ -3,12 +3,13 @@ Runs many arms of the ablation series on one machine, several at once on each GP
 
     python paper-experiments/ablations/series.py --gpu h200 --overlap 0.25 ldm preln softmax_key
     python paper-experiments/ablations/series.py --gpu h200 ldm:42,43,44 ldm@0.001 ldm:42x1167 ldm+model.init_method=llama
+    python paper-experiments/ablations/series.py --gpu cpu --scale tiny preln ldm      # minutes; it ranks nothing
 
-An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS][+OVERRIDE ...]``. What has a result already is skipped, so the same command goes on after a
-stop. A run of 400 steps at 90m trains for 47 s on an H200, after 40 s in which it imports, builds and compiles. With ``--overlap 0.25`` the
-next run of a GPU starts when the one before has taken a quarter of its steps. ``--slots`` above 1 starts several together, which is slower
-than one after the other once they train. The speed of runs that shared a GPU says nothing and is left out of the results. Environment: as
-for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
+An arm is ``VARIANT[@LR][:SEED[,SEED ...]][xSTEPS][+OVERRIDE ...]``. What has a result in ``--out`` already is skipped, so the same command
+goes on after a stop. A run of 400 steps at 90m trains for 47 s on an H200, after 40 s in which it imports, builds and compiles. With
+``--overlap 0.25`` the next run of a GPU starts when the one before has taken a quarter of its steps. ``--slots`` above 1 starts several
+together, which is slower than one after the other once they train. The speed of runs that shared a GPU says nothing and is left out of the
+results. Environment: as for ``launch.sh`` (DATA_DIR, CHECKPOINT_DIR).
 """
 
 import argparse
@@ -29,12 +30,12 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config_utils.errors import UserError, run_cli
-from config_utils.experiment import run_name
-from config_utils.run_info import result_name
+from config_utils.run_info import REPOSITORY, result_name, run_name
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_STEPS = {"90m": 400, "400m": 14_305}
-DEFAULT_LR = {"90m": 0.002, "400m": 0.001}
+RESULTS = REPOSITORY / "results" / "ablations"
+DEFAULT_STEPS = {"tiny": 110, "90m": 400, "400m": 14_305}
+DEFAULT_LR = {"tiny": 0.004, "90m": 0.002, "400m": 0.001}
 _ARM = re.compile(
     r"(?P<variant>\w+?)(@(?P<lr>[\d.e-]+))?(:(?P<seeds>[\d,]+))?(x(?P<steps>\d+))?(?P<overrides>(\+[\w.]+=[^+]+)*)"
 )
@@ -236,7 +237,7 @@ def main() -> int:
     )
     parser.add_argument("arms", nargs="+", metavar="ARM")
     parser.add_argument("--gpu", required=True, help="h100, h200, b200 or cpu, as for launch.sh")
-    parser.add_argument("--scale", default="90m", choices=sorted(DEFAULT_STEPS))
+    parser.add_argument("--scale", default="90m", choices=list(DEFAULT_STEPS), help="(90m)")
     parser.add_argument("--slots", type=int, default=1, help="runs at once on each GPU (1)")
     parser.add_argument(
         "--overlap",
@@ -245,7 +246,12 @@ def main() -> int:
         help="two runs at once on each GPU: the next one starts when this part of the steps is taken",
     )
     parser.add_argument("--devices", default="0", help="indices of the GPUs, such as 0,1 (0)")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the results (results/ablations in the repository)",
+    )
     parser.add_argument("--timeout", type=float, help="seconds after which a run is given up")
     parser.add_argument(
         "--discard", action="store_true", help="remove a run's checkpoints once it is collected"
@@ -262,7 +268,11 @@ def main() -> int:
     opts.out = opts.out.resolve()
     runs = list(dict.fromkeys(r for arm in opts.arms for r in parse_arm(arm, opts.scale)))
     todo = [r for r in runs if not (opts.out / r.result).is_file()]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them have a result already", flush=True)
+    skipped = len(runs) - len(todo)
+    said = f"{len(runs)} runs, {skipped} of them have a result already in {opts.out}"
+    if skipped:
+        said += ": skipped; to run them anew, give another --out and CHECKPOINT_DIR"
+    print(said, flush=True)
     queue: SimpleQueue[Run] = SimpleQueue()
     for run in todo:
         queue.put(run)

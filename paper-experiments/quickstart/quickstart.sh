@@ -8,11 +8,13 @@
 #   bash paper-experiments/quickstart/quickstart.sh                      # a corpus from documentation on this machine
 #   bash paper-experiments/quickstart/quickstart.sh --corpus DIR         # your own DIR/train/*.parquet, DIR/eval/*.parquet
 #   METHODS="preln attnres_block mhc ldm" bash paper-experiments/quickstart/quickstart.sh
+#   STEPS=20 LIMIT=2 OUT=results/short bash paper-experiments/quickstart/quickstart.sh   # 2 minutes: every part, no learning
 #   DRY_RUN=1 bash paper-experiments/quickstart/quickstart.sh            # print the commands
 #
 # Environment: METHODS ("preln ldm"), STEPS (110 on a CPU, 1100 on a GPU), LR (0.004), LIMIT (documents a task; 20),
-# HELDOUT_TOKENS (read of the held-out text; 100000), OUT (results/quickstart), SKIP_SETUP=1 (use the active environment instead of `uv sync`).
-# Safe to run again: finished tokens and checkpoints are used, and a stopped training run goes on.
+# HELDOUT_TOKENS (read of the held-out text; as many as the training reads, 1024 a step, 100000 at most), OUT (results/quickstart),
+# SKIP_SETUP=1 (use the active environment instead of `uv sync`).
+# Safe to run again: finished tokens and checkpoints are used, and a stopped training run goes on. Give other STEPS another OUT.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -37,7 +39,6 @@ DRY_RUN=${DRY_RUN:-0}
 METHODS=${METHODS:-preln ldm}
 LR=${LR:-0.004}
 LIMIT=${LIMIT:-20}
-HELDOUT_TOKENS=${HELDOUT_TOKENS:-100000}
 OUT=${OUT:-results/quickstart}
 GPU=cpu STEPS=${STEPS:-}
 if nvidia-smi -L >/dev/null 2>&1; then
@@ -46,6 +47,8 @@ if nvidia-smi -L >/dev/null 2>&1; then
   esac
 fi
 [[ -n $STEPS ]] || { if [[ $GPU == cpu ]]; then STEPS=110; else STEPS=1100; fi; }
+[[ $STEPS =~ ^[1-9][0-9]{0,8}$ ]] || fail "STEPS must be a positive whole number, got '$STEPS'"
+HELDOUT_TOKENS=${HELDOUT_TOKENS:-$((STEPS < 98 ? STEPS * 1024 : 100000))} # reading more would take longer than the training
 export STEPS NPROC=${NPROC:-1} # one GPU: a tiny batch has four sequences
 
 run() {
@@ -78,11 +81,13 @@ run python data_utils/tokenize_from_pretrain_datasets.py \
   --tokenizer-name-or-path pretrain/OLMo-core/src/olmo_core/data/tokenizers/allenai_gpt-neox-olmo-dolma-v1_5.json \
   --vocab-size 50280 --eos-token-id 50279 --pad-token-id 1 --batch-size 4096 --skip-existing
 
+NAME_RUN='import sys; from config_utils.run_info import run_name
+print(run_name("tiny", sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))'
 RESULTS=()
 for METHOD in $METHODS; do
-  RUN_DIR=$(python -c "from config_utils.experiment import run_name; print(run_name('tiny', '$METHOD', $LR, ${SEED:-42}))" 2>/dev/null) \
+  RUN_DIR=$(python -c "$NAME_RUN" "$METHOD" "$LR" "${SEED:-42}" 2>/dev/null) \
     || { [[ $DRY_RUN == 1 ]] && RUN_DIR=tiny-$METHOD-lr$LR-seed${SEED:-42}; } \
-    || fail "no Python environment here: leave SKIP_SETUP unset, or activate one"
+    || fail "the run cannot be named: LR must be a number above 0, got '$LR'; SEED a whole number, got '${SEED:-42}'"
   CHECKPOINT=$CHECKPOINT_DIR/$RUN_DIR/step$STEPS
   if [[ ! -f $CHECKPOINT/.metadata.json ]]; then
     run bash paper-experiments/pretrain/launch.sh --gpu "$GPU" tiny "$METHOD" "$LR"

@@ -28,6 +28,7 @@ from config_utils.run_info import run_info
 from config_utils.scales import VOCAB_SIZE
 from data_utils.shards import read_corpus
 from eval.checkpoint import load_checkpoint
+from eval.retrieval import draw_map, save_png
 from olmo_core.nn.depth import retrieval_map
 
 NOTE = "This run shows that the pipeline works. It ranks nothing: the models are tiny, trained for minutes, on one seed."
@@ -70,17 +71,8 @@ def plot(rows: list[dict[str, Any]], maps: dict[str, np.ndarray], path: Path) ->
     axes[0].set(xlabel="step", ylabel="training loss (nats per token)", title="Loss")
     axes[0].legend()
     for axis, (method, weights) in zip(axes[1:], maps.items(), strict=True):
-        shown = np.ma.masked_where(np.triu(np.ones_like(weights), 1) > 0, weights)
-        image = axis.imshow(shown, cmap="viridis")
-        figure.colorbar(image, ax=axis)
-        axis.set(
-            xlabel="output (0 = embedding)",
-            ylabel="reader (last = LM head)",
-            title=f"{method}: weight of each output in each read",
-        )
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    os.replace(temporary, path)
+        draw_map(figure, axis, weights, method)
+    save_png(figure, path)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from config_utils.errors import UserError, run_cli
 from config_utils.run_info import run_info
 
 METHODS = "preln attnres_block attnres_full mhc ldm ldm_k4"
+"""Unless told otherwise; ``OWN_METHODS`` after them."""
 SCALE = "400m"
 """Its 24 blocks give the number of sublayers, and of AttnRes's blocks."""
 COMPILE = "compile"
@@ -323,12 +324,13 @@ def backends_of(case: Case, asked: list[str] | None, device: torch.device) -> li
 
 
 def main(argv: list[str] | None = None) -> int:
+    from config_utils.methods import OWN_METHODS
     from olmo_core.nn.depth import DepthBackend
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--methods", help=f"(default: {METHODS}, and your own)")
     parser.add_argument(
         "--backends",
         help=f"{', '.join(DepthBackend)}, {COMPILE}; all that a method has but reference",
@@ -357,7 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no CUDA GPU")
     cases = build_cases(
-        opts.methods.replace(",", " ").split(),
+        (opts.methods or " ".join([METHODS, *OWN_METHODS])).replace(",", " ").split(),
         measure.numbers(opts.d_model, "--d-model"),
         measure.numbers(opts.sources, "--sources"),
     )

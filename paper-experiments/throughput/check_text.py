@@ -505,7 +505,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     from eval.checkpoint import check_weights, default_dtype, open_weights, read_checkpoint
-    from eval.generate import check_json
+    from eval.generate import check_output
 
     device = torch.device("cpu" if args.gpu == "cpu" else "cuda:0")
     dtype = default_dtype(device) if args.dtype is None else getattr(torch, args.dtype)
@@ -517,7 +517,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts = find_prompts(checkpoint, args.tokens, args.prompts, args.prompt_length)
         jobs.append(Job(f"{checkpoint.run or checkpoint.method}/{path.name}", path, prompts))
     if args.json is not None:
-        check_json(args.json)
+        check_output(args.json, "--json")
     torch.manual_seed(0)
     # FP32 is the truth here.
     torch.set_float32_matmul_precision("highest")

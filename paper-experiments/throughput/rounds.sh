@@ -10,7 +10,7 @@
 #   rounds.sh train 400m h200 3
 #   METHODS="preln ldm ldm:reference attnres_full:fla" rounds.sh train 1p7b b200 3    # METHOD:BACKEND names a backend
 #   BATCHES="1 64" CONTEXT="2048 16384" rounds.sh decode 1p7b h200 3
-#   STEPS=2 TOKENS=256 rounds.sh train tiny cpu 1
+#   STEPS=2 TOKENS=256 rounds.sh train tiny cpu 1                                     # only to see that it works
 #   DRY_RUN=1 rounds.sh train 400m h200 3                                             # print the commands
 #
 # SCALE:  tiny, 90m, 400m, 1p5b, 1p7b          GPU: h100, h200, b200, cpu
@@ -41,4 +41,6 @@ for NAME in METHODS OUT NPROC TIMEOUT SEQ TOKENS BATCH BATCHES CONTEXT CHUNK STE
 done
 [[ ${COMPILE:-1} != 0 ]] || OPTIONS+=(--no-compile)
 [[ ${DRY_RUN:-0} != 1 ]] || OPTIONS+=(--dry-run)
+# As in ../pretrain/launch.sh, which says why.
+[[ $3 != cpu ]] || export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 exec "$PYTHON" "$HERE/rounds.py" "$@" "${OPTIONS[@]}"

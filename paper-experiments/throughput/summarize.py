@@ -4,7 +4,7 @@ Rounds to a table: ``summary.json``, ``summary.md``, ``throughput.png`` and ``me
     python paper-experiments/throughput/summarize.py results/throughput/train-400m-h200-...
 
 Ratios to PreLN are taken within a round, where both ran within minutes of each other on the same machine; the table has the
-median over the rounds and, in brackets, the smallest and the largest.
+median over the rounds and, in brackets where there are several, the smallest and the largest.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from config_utils.errors import UserError, run_cli
 BASELINE = "preln"
 CANARY_TOLERANCE = 0.05
 """A reading further than this below the best one of the run marks its round as slow."""
+STEADY_TOLERANCE = 0.2
+"""The same for a machine that was not steady: what slows a reading so much may come and go between two methods of the round."""
 
 Key = tuple[str, int | None, int | None]
 """A measured thing: method, batch and context (``None`` in training)."""
@@ -77,8 +79,8 @@ def median_of(cases: list[dict[str, Any]], name: str) -> float | None:
 
 
 def canary_summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The readings of both speeds, and the rounds with one far below the best."""
-    out: dict[str, Any] = {"slow_rounds": []}
+    """The readings of both speeds, and the rounds with one below the best by more than either tolerance."""
+    out: dict[str, Any] = {"slow_rounds": [], "unsteady_rounds": []}
     for name in ("matmul_flops_per_s", "copy_bytes_per_s"):
         readings = [
             (r["round"], reading[name])
@@ -90,10 +92,12 @@ def canary_summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         values = [value for _, value in readings]
         out[name] = timing.spread(values)
-        for number, value in readings:
-            if value < (1 - CANARY_TOLERANCE) * max(values) and number not in out["slow_rounds"]:
-                out["slow_rounds"].append(number)
-    out["slow_rounds"].sort()
+        for key, tolerance in (
+            ("slow_rounds", CANARY_TOLERANCE),
+            ("unsteady_rounds", STEADY_TOLERANCE),
+        ):
+            slow = {number for number, value in readings if value < (1 - tolerance) * max(values)}
+            out[key] = sorted(slow.union(out[key]))
     return out
 
 
@@ -184,10 +188,16 @@ def number(value: float | None, format: str) -> str:
     return "" if value is None else f"{value:{format}}"
 
 
+def rounds_text(summary: dict[str, Any]) -> str:
+    return f"{summary['rounds']} round" + ("s" if summary["rounds"] != 1 else "")
+
+
 def ratio_cell(ratio: dict[str, float] | None) -> str:
-    """Median (smallest to largest) over the rounds."""
+    """Median (smallest to largest) over the rounds; a single round has no spread."""
     if ratio is None:
         return ""
+    if ratio["min"] == ratio["max"]:
+        return f"{ratio['median']:.3f}"
     return f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"
 
 
@@ -196,7 +206,7 @@ def table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     decode = summary["settings"]["mode"] == "decode"
     head = ["method", "backend"]
     head += ["batch", "context"] if decode else []
-    head += ["tokens/s", "ms", "x PreLN (min to max)"]
+    head += ["tokens/s", "ms", "x PreLN" + (" (min to max)" if summary["rounds"] > 1 else "")]
     head += ["TB/s", "of copy"] if decode else ["MFU"]
     head += ["peak GiB", "reserved", "compile s"]
     lines = []
@@ -239,11 +249,21 @@ def notes(summary: dict[str, Any]) -> list[str]:
             f"canary: matmul {m['min'] / 1e12:.3g} to {m['max'] / 1e12:.3g} TFLOP/s, "
             f"copy {c['min'] / 1e12:.3g} to {c['max'] / 1e12:.3g} TB/s"
         )
-    if canary["slow_rounds"]:
+    unsteady = canary["unsteady_rounds"]
+    if slow := [n for n in canary["slow_rounds"] if n not in unsteady]:
         out.append(
             f"the machine was more than {CANARY_TOLERANCE:.0%} slower than its best in round "
-            f"{', '.join(map(str, canary['slow_rounds']))}: trust the ratios, not the tokens/s"
+            f"{', '.join(map(str, slow))}: trust the ratios, not the tokens/s"
         )
+    if unsteady:
+        out.append(
+            f"the machine was not steady: more than {STEADY_TOLERANCE:.0%} slower than its best in round "
+            f"{', '.join(map(str, unsteady))}, whose ratios mean little, and tokens/s too; see what else runs on it"
+        )
+    if summary["rounds"] == 1:
+        out.append("one round: the ratios have no spread; take at least three")
+    if summary["settings"]["device"] == "cpu":
+        out.append("on a CPU these numbers only show that the benchmark works; they rank nothing")
     if summary["incomplete_rounds"]:
         out.append(
             f"stopped before the end: round {', '.join(map(str, summary['incomplete_rounds']))}"
@@ -266,7 +286,7 @@ def markdown(summary: dict[str, Any]) -> str:
     s, run = summary["settings"], summary["run"] or {}
     commit = (run.get("git") or {}).get("commit")
     text = [
-        f"{s['mode']} {s['scale']} on {s['world_size']} x {s['device']}, {summary['rounds']} rounds, "
+        f"{s['mode']} {s['scale']} on {s['world_size']} x {s['device']}, {rounds_text(summary)}, "
         f"commit {commit or 'unknown'}, {s['date']}, `{s['command']}`",
         "",
         "| " + " | ".join(head) + " |",
@@ -327,13 +347,15 @@ def plot(summary: dict[str, Any], folder: Path) -> list[str]:
         [v["max"] - m for m, v in zip(middle, values, strict=True)],
     ]
     positions = range(len(rows))
-    axis.bar(positions, middle, yerr=errors, capsize=3)
+    axis.bar(positions, middle, yerr=errors if summary["rounds"] > 1 else None, capsize=3)
     axis.set_xticks(positions, labels, fontsize=8)
     if paired:
         axis.axhline(1, color="grey", linestyle=":")
     axis.set(
         ylabel="tokens/s relative to PreLN" if paired else "tokens/s",
-        title=f"{title}\nmedian, smallest and largest of {summary['rounds']} rounds",
+        title=f"{title}\n"
+        + ("median, smallest and largest of " if summary["rounds"] > 1 else "")
+        + rounds_text(summary),
     )
     save(figure, "throughput.png")
 

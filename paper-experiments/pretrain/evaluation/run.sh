@@ -45,8 +45,8 @@ if [[ -z ${NPROC:-} ]]; then
     NPROC=$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
   fi
 fi
-# On a CPU glibc otherwise returns each batch's logits to the system (../launch.sh has the numbers).
-command -v nvidia-smi >/dev/null || export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} \
+# On a CPU glibc otherwise returns each batch's logits to the system, and waiting threads spin (../launch.sh has the numbers).
+command -v nvidia-smi >/dev/null || export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} \
   MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184} MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC must be a number of processes, got '$NPROC'"
 

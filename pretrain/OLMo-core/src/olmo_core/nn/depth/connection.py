@@ -11,7 +11,8 @@ normalised input of sublayer ``i`` (of the LM head for ``i = L``)::
     boundary(state, y, norm_weight) -> (state, x)
 
 The state is a plain tuple of tensors, each with leading dimensions ``[B, T]``: FSDP2 finds tensors in tuples, not in
-objects of our own, and nothing in it may be changed in place (but see :attr:`DepthBoundary.owns_state`).
+objects of our own, and nothing in it may be changed in place (but see :attr:`DepthBoundary.owns_state`). A tensor of it
+whose last dimension is ``D`` has the dtype of ``y``; smaller ones may be FP32.
 """
 
 import logging
@@ -270,6 +271,9 @@ class DepthConnectionConfig(ModuleConfig):
     state_grows: ClassVar[bool] = False
     """Whether the number of tensors in the state grows with the depth: each block would then be a graph of its own."""
 
+    exact_map: ClassVar[bool] = True
+    """Whether :meth:`retrieval_map` gives what is read; ``False`` where weights differ between channels."""
+
     backend: DepthBackend = DepthBackend.auto
 
     def __post_init__(self) -> None:
@@ -306,7 +310,11 @@ class DepthConnectionConfig(ModuleConfig):
 
     @abstractmethod
     def num_flops_per_token(self, *, d_model: int, index: int, n_sublayers: int) -> int:
-        """Forward and backward FLOPs of boundary ``index`` for one token (a multiply-add counts as two)."""
+        """
+        Forward and backward FLOPs of boundary ``index`` for one token (a multiply-add counts as two): three times the
+        forward pass, of which its matrix products count (``6 * num_params`` if every parameter is a weight of one) and what
+        it does to every element of the state, the slots, the streams or the sources. The norm before ``x`` does not count.
+        """
         raise NotImplementedError
 
     def no_weight_decay(self) -> list[str]:
@@ -316,7 +324,9 @@ class DepthConnectionConfig(ModuleConfig):
     @abstractmethod
     def retrieval_map(self, records: list[BoundaryRecord]) -> torch.Tensor:
         """
-        How much of each earlier output every reader receives: ``M[l, i]`` with ``h_l = sum_i M[l, i] y_i``.
+        How much of each earlier output every reader receives: ``M[l, i]`` with ``h_l = sum_i M[l, i] y_i``. The weights may
+        differ between tokens, but a map has one for all channels: a method whose weights differ between channels returns
+        their means over the channels, with which the equation does not hold, and sets :attr:`exact_map` to ``False``.
 
         :param records: One record for every boundary, in order.
         :returns: ``[B, T, L + 1, L + 1]``, FP32, lower triangular in the last two dimensions (reader, source).

@@ -9,7 +9,7 @@ from .model import DepthTransformer
 def retrieval_map(model: DepthTransformer, tokens: torch.Tensor) -> torch.Tensor:
     """
     ``M[l, i]``, the weight of output ``y_i`` in what reader ``l`` mixes, ``h_l = sum_i M[l, i] y_i``, averaged over
-    the tokens. Readers are the sublayers 0 .. L - 1 and the LM head; outputs are the embedding and those of the sublayers.
+    the tokens (and over the channels, for a method whose ``exact_map`` is false). Readers are the sublayers 0 .. L - 1 and the LM head; outputs are the embedding and those of the sublayers.
 
     :param model: Any depth-connected transformer.
     :param tokens: ``[B, T]``, int64.
