@@ -428,7 +428,6 @@ def test_run_sh_from_elsewhere(checkpoint, tmp_path, monkeypatch):
 
     done = shell("my runs/tiny run", *argv[1:], DATA_DIR="data")
     assert done.returncode == 2
-    errors = [
-        line for line in done.stderr.splitlines() if not line.startswith("transformer_engine")
-    ]
+    # torch warns on a machine with nvcc and without a GPU.
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: my runs/tiny run is a run folder")
