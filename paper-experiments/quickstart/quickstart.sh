@@ -2,7 +2,7 @@
 # The whole path on one machine: text -> tokens -> training of PreLN and LDM -> evaluation -> one table and one picture.
 # It shows that everything works; at this size it ranks nothing.
 #
-# Hardware and time: two CPU cores, about 6 minutes after the set-up; a GPU, if there is one, trains ten times as long.
+# Hardware and time: two CPU cores, 3 minutes after the set-up where they are idle; a GPU, if there is one, trains ten times as long.
 #
 # Usage, from anywhere in the repository:
 #   bash paper-experiments/quickstart/quickstart.sh                      # a corpus from documentation on this machine
