@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute.arch import inline_ptx
 
 from ....ldm.backends.fast import ptx
-from ....ldm.backends.fast.pieces import max_over, split, sum_over, zeros
+from ....ldm.backends.fast.pieces import fold, max_over, split, sum_over, zeros
 from .layout import (
     COEFFICIENT_BUFFERS,
     COEFFICIENT_WARPS,
@@ -36,19 +36,6 @@ def log(x):
         "lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
     return bits * Float32(1.0 / ptx.LOG2_E)
-
-
-def fold(values, upper, distance: int) -> list:
-    """
-    Half of ``values``, added over two lanes at a ``distance``: the lanes with ``upper`` keep the second half, the others the first.
-    """
-    n = len(values) // 2
-    out = []
-    for low, high in zip(values[:n], values[n:], strict=True):
-        kept = cutlass.select_(upper, high, low)
-        given = cutlass.select_(upper, low, high)
-        out.append(kept + cute.arch.shuffle_sync_bfly(given, offset=distance))
-    return out
 
 
 class Forward:

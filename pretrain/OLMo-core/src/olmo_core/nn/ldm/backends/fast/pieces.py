@@ -1,8 +1,9 @@
 """
-Small parts that the CuTe DSL kernels of this backend and of :mod:`..fast_inference` share. Importing this module needs
+Small parts that the CuTe DSL kernels of this backend, of :mod:`..fast_inference` and of mHC's ``fast`` share. Importing this module needs
 ``nvidia-cutlass-dsl``.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -63,3 +64,16 @@ def split(value):
     high = ptx.pack(a, b)
     ha, hb = ptx.unpack(high)
     return high, ptx.pack(a - ha, b - hb)
+
+
+def fold(values, upper, distance: int) -> list:
+    """
+    Half of ``values``, added over two lanes at a ``distance``: the lanes with ``upper`` keep the second half, the others the first.
+    """
+    n = len(values) // 2
+    out = []
+    for low, high in zip(values[:n], values[n:], strict=True):
+        kept = cutlass.select_(upper, high, low)
+        given = cutlass.select_(upper, low, high)
+        out.append(kept + cute.arch.shuffle_sync_bfly(given, offset=distance))
+    return out

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 from ..fast import ptx
 from ..fast.pieces import (
     dot,
+    fold,
     load_row,
     max_over,
     pack_pairs,
@@ -26,19 +27,6 @@ from .layout import UNIT, Spec
 def unpack_row(bits) -> list:
     """8 columns of BF16 in registers as FP32."""
     return [f for r in bits for f in ptx.unpack(r)]
-
-
-def fold(values, upper, distance: int) -> list:
-    """
-    Half of ``values``, added over two lanes at a ``distance``: the lanes with ``upper`` keep the second half, the others the first.
-    """
-    n = len(values) // 2
-    out = []
-    for low, high in zip(values[:n], values[n:], strict=True):
-        kept = cutlass.select_(upper, high, low)
-        given = cutlass.select_(upper, low, high)
-        out.append(kept + cute.arch.shuffle_sync_bfly(given, offset=distance))
-    return out
 
 
 class Decode:
