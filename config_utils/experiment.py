@@ -13,7 +13,6 @@ from config_utils.callbacks import (
 )
 from config_utils.errors import UserError
 from config_utils.methods import depth_connection
-from config_utils.run_info import format_lr as format_lr
 from config_utils.run_info import run_name
 from config_utils.scales import (
     EOS_TOKEN_ID,

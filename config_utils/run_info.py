@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+MOST_NAME = 160
+"""Characters of a result's name: file systems take 255 bytes, temporary names included."""
 
 
 def git_state() -> dict[str, Any]:
@@ -90,6 +92,9 @@ def run_name(scale: str, method: str, lr: float, seed: int) -> str:
 
 
 def result_name(run: str, steps: int, overrides: Sequence[str] = ()) -> str:
-    """The file name of a run's result: the run, its length and what its recipe changes."""
-    parts = [f"{run}-steps{steps}", *overrides]
-    return re.sub(r"[^\w.=+-]", "_", "+".join(parts)) + ".json"
+    """The file name of a run's result: the run, its length and what its recipe changes, by a hash where that is too long."""
+    whole = "+".join([f"{run}-steps{steps}", *overrides])
+    name = re.sub(r"[^\w.=+-]", "_", whole)
+    if len(name) > MOST_NAME:
+        name = f"{name[:MOST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+    return f"{name}.json"

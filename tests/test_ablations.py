@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from config_utils.run_info import result_name
+
 FOLDER = Path(__file__).resolve().parents[1] / "paper-experiments" / "ablations"
 
 
@@ -362,3 +364,16 @@ def test_curves_are_compared_at_the_steps_that_all_have(tmp_path):
     ]:
         with pytest.raises(collect.UserError, match=needle):
             collect.save_curves(bad, tmp_path / "out")
+
+
+def test_names_of_results_fit_a_file_system():
+    """Many overrides: the name is cut, and stays one of its own."""
+    overrides = [f"trainer.callbacks.held_out.eval_interval={n}" for n in range(9)]
+    names = {
+        result_name("90m-ldm-lr2e-3-seed42", 400, [*overrides, last]) for last in ("a=1", "a=2")
+    }
+    assert len(names) == 2 and all(len(name) < 200 for name in names)
+    assert (
+        result_name("90m-ldm-lr2e-3-seed42", 400, ["a=1"])
+        == "90m-ldm-lr2e-3-seed42-steps400+a=1.json"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from config_utils.errors import UserError
-from config_utils.experiment import build_experiment, format_lr, run_name, scale_depth_lr
+from config_utils.experiment import build_experiment, scale_depth_lr
 from config_utils.methods import (
     ABLATIONS,
     ALL_METHODS,
@@ -19,6 +19,7 @@ from config_utils.methods import (
     PAPER_METHODS,
     depth_connection,
 )
+from config_utils.run_info import format_lr, run_name
 from config_utils.scales import available_scales, load_scale
 from olmo_core.nn.attnres import AttnResConfig
 from olmo_core.nn.depth import PreLNConfig

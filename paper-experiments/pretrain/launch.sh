@@ -59,7 +59,7 @@ if [[ $GPU == cpu ]]; then
   # time of a tiny run (24 steps and an evaluation: 114 s of CPU time without these, 77 s with them).
   export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
   export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}
-  # Threads spin while they wait, in vain where other work has their core: a step of tiny LDM took 12 s on two busy cores, 1.7 s with this.
+  # Threads spin while they wait, in vain where other work has their core: a step of tiny LDM took 12 s on two busy cores, 1.6 s with this.
   export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
   NPROC=${NPROC:-1}
   # OLMo-core would say 8, whatever the machine.
