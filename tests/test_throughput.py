@@ -576,6 +576,25 @@ def test_a_backend_by_name_and_sizes_reach_the_config():
     assert not measure.build_config(opts, measure.Method("ldm"), 1).train_module.compile_model
 
 
+def test_a_method_with_an_override_is_a_row_of_its_own(tmp_path, capsys):
+    label = "ldm:flexible+model.block.depth.window=2+model.block.depth.d_k=4"
+    method = measure.parse_method(label, "400m")
+    opts = measure.parse_args(["train", "400m", label, "--gpu", "h200"])
+    depth = measure.build_config(opts, method, 1).model.depth
+    assert (depth.backend, depth.window, depth.d_k) == (DepthBackend.flexible, 2, 4)
+    assert method.label == label
+    args = ["train", "400m", "h200", "1", "--methods", f"ldm {label}", "--dry-run"]
+    assert rounds.main([*args, "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "400m ldm --gpu" in lines[1] and f"400m {label} --gpu" in lines[2]
+    with pytest.raises(UserError, match=r"'window' in 'ldm.window' is no override"):
+        measure.parse_method("ldm+window", "400m")
+    # What only one of the methods has is refused before anything is measured.
+    args = ["train", "400m", "h200", "1", "model.block.depth.window=2", "--methods", "ldm preln"]
+    with pytest.raises(UserError, match=r"^preln: cannot apply .*window=2.* goes behind these"):
+        rounds.main(args)
+
+
 # -- the boundary alone ------------------------------------------------------------------------
 
 

@@ -56,31 +56,39 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Method:
-    """``name`` of ``config_utils.methods``, or ``name:backend``."""
+    """``name`` of ``config_utils.methods``, ``name:backend``, and either with config overrides after it: ``ldm+model.block.depth.window=2``."""
 
     name: str
     backend: str | None = None
+    overrides: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        return self.name if self.backend is None else f"{self.name}:{self.backend}"
+        named = self.name if self.backend is None else f"{self.name}:{self.backend}"
+        return "+".join([named, *self.overrides])
 
 
 def parse_method(text: str, scale_name: str) -> Method:
     """
-    :raises UserError: If there is no such scale, method or backend.
+    :raises UserError: If there is no such scale, method or backend, or an override has no value.
     """
     from config_utils.methods import depth_connection
     from config_utils.scales import load_scale
     from olmo_core.nn.depth import DepthBackend
 
-    name, _, backend = text.partition(":")
+    named, *overrides = text.split("+")
+    name, colon, backend = named.partition(":")
     depth_connection(name, load_scale(scale_name))
-    if ":" in text and backend not in list(DepthBackend):
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(
+                f"'{override}' in '{text}' is no override: write METHOD[:BACKEND][+KEY=VALUE ...]"
+            )
+    if colon and backend not in list(DepthBackend):
         raise UserError(
             f"unknown backend '{backend}' in '{text}': choose one of {', '.join(DepthBackend)}"
         )
-    return Method(name, backend or None)
+    return Method(name, backend or None, tuple(overrides))
 
 
 def numbers(text: str, name: str) -> list[int]:
@@ -101,7 +109,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("mode", choices=(*MODES, "canary"))
     parser.add_argument("scale", nargs="?", help="tiny, 90m, 400m, 1p5b or 1p7b")
-    parser.add_argument("method", nargs="?", help="preln, ldm, ..., or METHOD:BACKEND")
+    parser.add_argument("method", nargs="?", help="METHOD[:BACKEND][+OVERRIDE ...], such as preln, ldm:reference")
     parser.add_argument("--gpu", default="cpu", help=", ".join(GPUS))
     parser.add_argument("--out", type=Path, help="write the JSON here; default: print it")
     parser.add_argument("--seq", help="train: tokens in a sequence (the recipe's)")
@@ -174,11 +182,11 @@ def build_config(opts: argparse.Namespace, method: Method, world_size: int) -> A
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         seed=opts.seed,
     )
-    if opts.overrides:
+    if overrides := [*opts.overrides, *method.overrides]:
         try:
-            config = config.merge(opts.overrides)
+            config = config.merge(overrides)
         except Exception as e:  # the decoder raises many kinds
-            raise UserError(f"cannot apply {' '.join(opts.overrides)} to the config: {e}") from None
+            raise UserError(f"cannot apply {' '.join(overrides)} to the config: {e}") from None
     if method.backend is not None:
         depth = replace(config.model.depth, backend=DepthBackend(method.backend))
         config.model = config.model.with_depth(depth)

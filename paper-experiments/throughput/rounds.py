@@ -84,9 +84,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"METHODS must name each method once, got '{' '.join(opts.methods)}'")
     # measure.py's own checks, before the first process starts.
     for text in opts.methods:
-        measure.parse_args(measure_arguments(opts, text))
-    for text in opts.methods:
-        measure.parse_method(text, opts.scale)
+        method = measure.parse_method(text, opts.scale)
+        measure_opts = measure.parse_args(measure_arguments(opts, text))
+        if overrides := [*opts.overrides, *method.overrides]:
+            try:
+                measure.build_config(measure_opts, method, world_size=1)
+            except UserError as e:
+                hint = (
+                    "; what only some methods have goes behind these: METHODS='preln ldm+model.block.depth.window=2'"
+                    if opts.overrides and len(opts.methods) > 1
+                    else ""
+                )
+                raise UserError(f"{text}: {e}{hint}") from None
     return opts
 
 

@@ -9,6 +9,7 @@
 #   rounds.sh train|prefill|decode SCALE GPU ROUNDS [CONFIG_OVERRIDE ...]
 #   rounds.sh train 400m h200 3
 #   METHODS="preln ldm ldm:reference attnres_full:fla" rounds.sh train 1p7b b200 3    # METHOD:BACKEND names a backend
+#   METHODS="preln ldm ldm+model.block.depth.window=2" rounds.sh prefill 1p7b h200 3    # METHOD+OVERRIDE is a row of its own
 #   BATCHES="1 64" CONTEXT="2048 16384" rounds.sh decode 1p7b h200 3
 #   STEPS=2 TOKENS=256 rounds.sh train tiny cpu 1                                     # only to see that it works
 #   DRY_RUN=1 rounds.sh train 400m h200 3                                             # print the commands

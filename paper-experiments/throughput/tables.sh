@@ -9,12 +9,12 @@
 #   tables.sh GPU [TABLE ...] [-- CONFIG_OVERRIDE ...]
 #   tables.sh h200                                # all tables
 #   tables.sh h200 mhc_fast prefill prefill_16k   # some
-#   ROUNDS=1 METHODS="preln ldm" tables.sh h200 prefill -- model.block.depth.window=2
+#   ROUNDS=1 METHODS="preln ldm+model.block.depth.window=2" tables.sh h200 prefill
 #   DRY_RUN=1 tables.sh h200                      # print the commands
 #
 # TABLE, kernels:        ldm_flexible ldm_fast ldm_fast_inference attnres attnres_fla mhc mhc_fast boundary overlap sanitizer
 # TABLE, whole models:   train_400m train_1p7b profile_400m prefill prefill_16k decode decode_16k
-# Environment: OUT (results/tables), ROUNDS (3), METHODS (all; also METHOD:BACKEND), PYTHON (python), and what rounds.sh takes.
+# Environment: OUT (results/tables), ROUNDS (3), METHODS (all; also METHOD:BACKEND and METHOD+OVERRIDE), PYTHON (python), and what rounds.sh takes.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
