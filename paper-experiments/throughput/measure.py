@@ -109,7 +109,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("mode", choices=(*MODES, "canary"))
     parser.add_argument("scale", nargs="?", help="tiny, 90m, 400m, 1p5b or 1p7b")
-    parser.add_argument("method", nargs="?", help="METHOD[:BACKEND][+OVERRIDE ...], such as preln, ldm:reference")
+    parser.add_argument(
+        "method", nargs="?", help="METHOD[:BACKEND][+OVERRIDE ...], such as preln, ldm:reference"
+    )
     parser.add_argument("--gpu", default="cpu", help=", ".join(GPUS))
     parser.add_argument("--out", type=Path, help="write the JSON here; default: print it")
     parser.add_argument("--seq", help="train: tokens in a sequence (the recipe's)")
