@@ -10,6 +10,7 @@ it has there. One GPU; on a CPU it runs with small numbers and shows only that i
 """
 
 import argparse
+import copy
 import datetime
 import math
 import sys
@@ -35,6 +36,8 @@ SCALE = "400m"
 """Its 24 blocks give the number of sublayers, and of AttnRes's blocks."""
 COMPILE = "compile"
 """The name here of the reference under torch.compile."""
+HOST_CALLS = 12
+"""Eager boundaries in a row, whose time on the host is taken."""
 ROTATED_BYTES = 1 << 28
 """Sets of inputs are used in turn until they are this large together: several times the L2 cache of any GPU."""
 
@@ -224,30 +227,49 @@ class Timed:
         )
         return forward, total - forward
 
-    def host_seconds(self, n: int = 30) -> tuple[float, float]:
+    def host_seconds(self, laps: int = 10) -> tuple[float, float]:
         """
-        Median time until an eager call returns to Python, forward and backward. The device is idle before each and its
-        work is not waited for (on a CPU there is nothing else than that work).
+        Median time of an eager call on the host, forward and backward, as training has it: ``HOST_CALLS`` boundaries in a row, each with
+        parameters and inputs of its own, and one backward through all of them. The device is idle before and is not waited for (on
+        a CPU there is nothing else than its work). The compiled reference has one boundary, whose gradients autograd adds up.
         """
+        calls = HOST_CALLS if self.device.type == "cuda" else 2
+        compiled = self.call is not self.boundary
+        given, leaves, gradients = [], [], []
+        for i in range(calls):
+            inputs = self.sets[i % len(self.sets)]
+            state = tuple(t.detach().requires_grad_(t.requires_grad) for t in inputs.state)
+            y = inputs.y.detach().requires_grad_()
+            gain = self.gain.detach().requires_grad_()
+            boundary = self.call if compiled else copy.deepcopy(self.boundary)
+            given.append((boundary, state, y, gain))
+            leaves += [t for t in (*state, y, gain) if t.requires_grad]
+            if not compiled:
+                leaves += list(boundary.parameters())
+            gradients += inputs.gradients
+        if compiled:
+            leaves += list(self.boundary.parameters())
         forward, backward = [], []
-        for i in range(n + 3):
-            number = i % len(self.sets)
+        for i in range(laps + 2):
             timing.synchronize(self.device)
             a = time.perf_counter()
-            outputs = self.forward(number)
+            returned = [boundary(state, y, gain) for boundary, state, y, gain in given]
             b = time.perf_counter()
+            outputs = [t for state, x in returned for t in (*state, x) if t.requires_grad]
+            del returned
             timing.synchronize(self.device)
             c = time.perf_counter()
-            self.backward(number, outputs)
+            torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
             d = time.perf_counter()
-            if i >= 3:
-                forward.append(b - a)
-                backward.append(d - c)
+            del outputs
+            if i >= 2:
+                forward.append((b - a) / calls)
+                backward.append((d - c) / calls)
         return timing.spread(forward)["median"], timing.spread(backward)["median"]
 
 
 def run_case(
-    case: Case, backend: str, n_tokens: int, device: torch.device, copy: float, replays: int
+    case: Case, backend: str, n_tokens: int, device: torch.device, copy_speed: float, replays: int
 ) -> dict[str, Any]:
     """One row of the results."""
     units = floor_units(case.depth, case.index)
@@ -265,10 +287,10 @@ def run_case(
         timed = Timed(case, backend, n_tokens, device)
         row["relative_error"] = timed.error
         device_times = timed.device_seconds(replays)
-        host_times = timed.host_seconds(30 if device.type == "cuda" else 3)
+        host_times = timed.host_seconds(10 if device.type == "cuda" else 2)
         vector = case.d_model * timed.dtype.itemsize * n_tokens
         for i, direction in enumerate(("forward", "backward")):
-            floor = None if units is None else units[i] * vector / copy
+            floor = None if units is None else units[i] * vector / copy_speed
             row[direction] = {
                 "device_us": 1e6 * device_times[i],
                 "host_us": 1e6 * host_times[i],
@@ -367,15 +389,15 @@ def main(argv: list[str] | None = None) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.backends.cuda.matmul.allow_tf32 = False
 
-    copy = timing.copy_bytes_per_second(device)
+    copy_speed = timing.copy_bytes_per_second(device)
     report: dict[str, Any] = {
         "device": timing.device_name(device),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "run": run_info(),
-        "copy_bytes_per_s": copy,
+        "copy_bytes_per_s": copy_speed,
         "rows": [],
     }
-    print(f"{report['device']}: an elementwise copy moves {copy / 1e12:.2f} TB/s")
+    print(f"{report['device']}: an elementwise copy moves {copy_speed / 1e12:.2f} TB/s")
     print(HEAD, flush=True)
     # All kernels before anything is compiled: they are what a short run must not miss.
     jobs = [(case, backend) for case in cases for backend in backends_of(case, asked, device)]
@@ -388,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
                 "error": f"the budget of {budget} s was spent",
             }  # fmt: skip
         else:
-            row = run_case(case, backend, n_tokens, device, copy, replays)
+            row = run_case(case, backend, n_tokens, device, copy_speed, replays)
         report["rows"].append(row)
         print(line(row), flush=True)
         if opts.out is not None:

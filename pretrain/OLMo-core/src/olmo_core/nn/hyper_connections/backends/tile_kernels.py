@@ -143,6 +143,9 @@ def boundary(
         base = _transposed_columns(bias, n)
         gates, new_post, comb = kernels.mhc_pre_split_mixes(products, alpha, base, n, 2.0, 0.0)
         comb = kernels.sinkhorn_normalize(comb, repeat=o.iterations, eps=SINKHORN_EPS)
+        if comb.requires_grad:
+            # Its backward takes contiguous gradients only; that of a transpose is not.
+            comb.register_hook(Tensor.contiguous)
         new_post, new_res = new_post[..., 0], comb.transpose(-1, -2)
     h = kernels.mhc_pre_apply_mix(streams, gates)
     x = F.rms_norm(h.float(), h.shape[-1:], norm_weight.float(), eps).to(y.dtype)
