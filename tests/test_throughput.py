@@ -27,9 +27,17 @@ SMALL = ("model.d_model=16", "model.n_layers=2", "model.block.feed_forward.hidde
 CPU = torch.device("cpu")
 
 sys.path.insert(0, str(FOLDER))
-boundary, check_decode, measure, rounds, summarize, timing = (
+boundary, check_decode, check_gradients, measure, rounds, summarize, timing = (
     importlib.import_module(name)
-    for name in ("boundary", "check_decode", "measure", "rounds", "summarize", "timing")
+    for name in (
+        "boundary",
+        "check_decode",
+        "check_gradients",
+        "measure",
+        "rounds",
+        "summarize",
+        "timing",
+    )
 )
 sys.path.remove(str(FOLDER))
 
@@ -697,3 +705,28 @@ def test_a_waiting_process_ends_with_the_one_that_started_it(monkeypatch):
     with pytest.raises(SystemExit, match="has ended"):
         measure.wait_for_turn("decode")
     measure.wait_for_turn("decode")  # not asked for
+
+
+def test_the_gradients_of_a_whole_model_by_backend(tmp_path, monkeypatch, capsys):
+    args = ["--backends", "flexible", "--no-compile", "--tokens", "16", "--length", "8"]
+    report = tmp_path / "gradients.json"
+    assert check_gradients.main([*args, "--out", str(report)]) == 0
+    kinds = json.loads(report.read_text())["backends"]["flexible"]["relative_errors_of_kinds"]
+    assert {"w_query", "w_key", "w_forget", "key_0", "weight"} <= kinds.keys()
+    assert all(0 < e < 0.3 for e in kinds.values())
+    # A backend with one wrong gradient, and one that leaves a parameter out.
+    real = check_gradients.gradients
+
+    def wrong(method, *rest, **how):
+        loss, found = real(method.replace("flexible", "reference"), *rest, **how)
+        if "flexible" in method:
+            found = {n: g * (1.5 if n.endswith("w_forget") else 1) for n, g in found.items()}
+            found.pop("final_norm.weight")
+        return loss, found
+
+    monkeypatch.setattr(check_gradients, "gradients", wrong)
+    capsys.readouterr()
+    assert check_gradients.main(args) == 1
+    out = capsys.readouterr().out
+    assert "no gradient, or one too many, of final_norm.weight" in out
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["w_forget"]
