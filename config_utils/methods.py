@@ -53,10 +53,7 @@ ABLATIONS: dict[str, _Factory] = {
     "input_key": _ldm(key_source=KeySource.input),
     "block_key": _ldm(key_start=KeyStart.block),
     "block_key_wide_forget": _ldm(key_start=KeyStart.block, forget_start=ForgetStart.wide),
-    "embedding_block_key": _ldm(key_start=KeyStart.embedding_block),
-    "embedding_block_key_wide_forget": _ldm(
-        key_start=KeyStart.embedding_block, forget_start=ForgetStart.wide
-    ),
+    "uniform_key": _ldm(key_start=KeyStart.uniform),
     "static_key": _ldm(key_source=KeySource.static),
     "output_query": _ldm(query_source=QuerySource.output),
     "static_query": _ldm(query_source=QuerySource.static),

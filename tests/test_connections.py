@@ -442,7 +442,8 @@ def test_metrics_have_the_values_that_they_name():
     model.metrics_interval = 1
     _, (metrics,) = train(model, 1)
     assert metrics["depth/query entropy (nats) (mean)"] == pytest.approx(math.log(8), rel=1e-5)
-    assert metrics["depth/write key (max)"] == pytest.approx(1.0, rel=1e-5)
+    key = (2 + 12 / (1 + math.exp(3))) / 8  # one slot with 2 sigmoid(3), seven with 2 sigmoid(-3)
+    assert metrics["depth/write key (max)"] == pytest.approx(key, rel=1e-5)
     rates = [1e-4 * 100 ** (i / 7) for i in range(8)]
     assert metrics["depth/forget rate (mean)"] == pytest.approx(sum(rates) / 8, rel=1e-3)
 

@@ -4,6 +4,7 @@ straight from the equations, and against each method's unrolled form ``h_l = sum
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,15 +104,28 @@ LDM_AS_PRELN = {
 }
 
 
-@pytest.mark.parametrize("name", LDM_AS_PRELN)
-def test_ldm_without_weights_and_forgetting_is_preln(name, upstream):
-    model = build_model(fp64_config(LDM_AS_PRELN[name], eps=1e-12), fp64=True)
+def starts(config: LDMConfig) -> list[str]:
+    """The starts of the keys at which the model is PreLN."""
+    if config.residual == "kept" or config.write_every == "block":
+        return [
+            "uniform"
+        ]  # what is read beside the memory has weight 1, a source in the slots' mean 0.3 with the others
+    return ["uniform", "block", "embedding_block"]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [(n, s) for n, config in LDM_AS_PRELN.items() for s in starts(config)]
+)
+def test_ldm_without_weights_and_forgetting_is_preln(name, start, upstream):
+    config = replace(LDM_AS_PRELN[name], key_start=start)
+    model = build_model(fp64_config(config, eps=1e-12), fp64=True)
     for boundary in model.boundaries():
         boundary.reset_parameters()  # W = 0, and the biases at their start
         if getattr(boundary, "b_beta", None) is not None:
             torch.nn.init.constant_(boundary.b_beta, -math.inf)
     stop_forgetting(model)
-    assert_equals_preln(model, upstream)
+    # Keys other than 1 are FP32 parameters: the embedding's weight is another one than the sublayers' by 2^-24 of it.
+    assert_equals_preln(model, upstream, 1e-9 if start == "uniform" else 1e-6)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 6, 7])
@@ -416,16 +430,26 @@ def test_forget_rates_start_log_spaced(K):
 @pytest.mark.parametrize("K", [1, 2, 8])
 @pytest.mark.parametrize("key_activation", LDM_VALUES["key_activation"])
 @pytest.mark.parametrize("query_activation", LDM_VALUES["query_activation"])
-def test_ldm_starts_as_the_mean_of_ones(K, key_activation, query_activation):
-    """k = 1 and q = 1/K at the start (a sigmoid cannot reach 1 for K = 1 and starts at sigmoid(4))."""
-    config = LDMConfig(d_k=K, key_activation=key_activation, query_activation=query_activation)
+@pytest.mark.parametrize("start", ["embedding_block", "block", "uniform"])
+def test_ldm_starts_as_the_mean_of_alike_sources(K, key_activation, query_activation, start):
+    """
+    All keys sum to the same, each is 1 in a uniform start, and q = 1/K (a sigmoid cannot reach 1 for K = 1 and starts at
+    sigmoid(4)).
+    """
+    config = LDMConfig(
+        d_k=K, key_start=start, key_activation=key_activation, query_activation=query_activation
+    )
     model = build_model(fp64_config(config), fp64=True)
     for boundary in model.boundaries():
         boundary.reset_parameters()
     q = 1 / (1 + math.exp(-4)) if (K, query_activation) == (1, "sigmoid") else 1 / K
-    for record in model.record(tokens()):
+    records = model.record(tokens())
+    total = records[0].coefficients["key"].sum(-1).reshape(-1)[0]
+    for record in records:
         c = record.coefficients
-        assert torch.allclose(c["key"], torch.ones_like(c["key"]), rtol=1e-6)
+        assert torch.allclose(c["key"].sum(-1), total, rtol=1e-6)
+        if start == "uniform" or K == 1:
+            assert torch.allclose(c["key"], torch.ones_like(c["key"]), rtol=1e-6)
         if record.index:
             assert torch.allclose(c["query"], torch.full_like(c["query"], q), rtol=1e-6)
 

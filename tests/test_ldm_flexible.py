@@ -50,7 +50,8 @@ class Case:
         **options: Any,
     ):
         self.d, self.index, self.dtype = d, index, dtype
-        self.config = LDMConfig(**options)
+        # Keys in the middle of their range, where their gradients are largest; rows of their own have the default's start.
+        self.config = LDMConfig(**{"key_start": "uniform", **options})
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -155,6 +156,7 @@ def relative_rms(a: torch.Tensor, b: torch.Tensor) -> float:
 ROWS: list[dict[str, Any]] = [
     {},
     *({option: value} for option, values in LDM_VALUES.items() for value in values[1:]),
+    *({"key_start": "embedding_block", "key_activation": k} for k in ("two_sigmoid", "softmax")),
     {"key_activation": "softmax", "query_source": "output", "update": "delta"},
     {"forget": "static", "forget_granularity": "scalar"},
     {"forget": "none", "update": "delta", "key_source": "static"},
@@ -198,6 +200,7 @@ def test_first_boundary(residual):
     ("dtype", "d_k", "d", "n_tokens", "options"),
     [
         (torch.bfloat16, 8, 96, 17, {}),
+        (torch.bfloat16, 8, 96, 17, {"key_start": "embedding_block"}),
         (torch.bfloat16, 16, 8, 1, {}),
         (torch.bfloat16, 4, 136, 3, {"key_source": "input", "residual": "kept", "update": "delta"}),
         (torch.float16, 2, 24, 5, {"key_activation": "softmax"}),

@@ -33,6 +33,10 @@ WARM_UP_STEPS = 20
 """Steps left out of the speed: compilation and the allocator."""
 
 
+DEPTH = "model.block.depth."
+"""Begins an override of the depth connection."""
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path.parent} is not a run folder: it has no {path.name}")
@@ -118,11 +122,17 @@ def difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, float |
 
 
 def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each scale, number of steps, learning rate and variant; best first."""
+    """
+    One row for each scale, number of steps, learning rate and variant; best first. What overrides the depth connection makes another
+    variant of the same recipe.
+    """
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for r in results:
-        recipe = " ".join(r.get("overrides", []))
-        groups[(r["scale"], r["steps"], r["learning_rate"], recipe, r["variant"])].append(r)
+        overrides = r.get("overrides", [])
+        recipe = " ".join(o for o in overrides if not o.startswith(DEPTH))
+        options = [o.removeprefix(DEPTH) for o in overrides if o.startswith(DEPTH)]
+        variant = " ".join([r["variant"], *options])
+        groups[(r["scale"], r["steps"], r["learning_rate"], recipe, variant)].append(r)
     losses = {
         key: {r["seed"]: r["heldout_loss_nats"] for r in group} for key, group in groups.items()
     }

@@ -6,13 +6,15 @@ to BF16 on a GPU, torch.compile unless told otherwise), and every parameter's gr
     TRITON_INTERPRET=1 python paper-experiments/throughput/check_gradients.py --backends "reference flexible"    # tiny, on a CPU
 
 The reference in BF16 says what BF16 costs: a backend is wrong when the error of all parameters of a kind (their name's last part) is more than
-three times that and above 1e-2. Single parameters are in the JSON; eight biases that are nearly one number differ by more. The boundaries'
-parameters stand at their start, or, with ``--move``, away from it. Exit status 1 if a backend is wrong.
+three times that (six in Triton's interpreter, which rounds to BF16 towards zero; in either case three times as much for a kind of fewer
+than 100 numbers, whose rounding is one draw) and above 1e-2. Single parameters are in the JSON. The boundaries' parameters stand at their
+start, or, with ``--move``, away from it. Exit status 1 if a backend is wrong.
 """
 
 import argparse
 import contextlib
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from config_utils.run_info import run_info
 TIMES_REFERENCE = 3.0
 """Two gradients that each differ from FP32's by rounding differ in the directions of their errors, not by more than a factor like this."""
 SMALLEST_ERROR = 1e-2
+FEW = 100
 
 
 def gradients(
@@ -116,6 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         "backends": {},
     }
     bad = False
+    interpreted = not cuda and os.environ.get("TRITON_INTERPRET") == "1"
+    times = TIMES_REFERENCE * (2 if interpreted else 1)
     for backend in sorted(backends, key=lambda b: b != "reference"):
         loss, found = gradients(f"{args.method}:{backend}", args, device, full_precision=False)
         if missing := exact.keys() ^ found.keys():
@@ -140,7 +145,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{backend}: loss {loss:.6f} nats (FP32 {report['fp32_loss_nats']:.6f})")
         for kind, e in kinds.items():
             # Not "more than": an error that is not a number is wrong.
-            wrong = not e <= max(TIMES_REFERENCE * rounding[kind], SMALLEST_ERROR)
+            numbers = sum(g.numel() for n, g in exact.items() if n.rsplit(".", 1)[-1] == kind)
+            allowed = times * (3 if numbers < FEW else 1)
+            wrong = not e <= max(allowed * rounding[kind], SMALLEST_ERROR)
             bad |= wrong
             print(
                 f"    {kind:10s} {e:.1e}, reference in BF16 {rounding[kind]:.1e}"

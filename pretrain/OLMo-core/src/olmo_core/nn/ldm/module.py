@@ -16,7 +16,7 @@ from .backends import fast, fast_inference, flexible
 from .backends.fast import launch_table
 from .backends.fast_inference import packing
 from .backends.flexible.options import BoundaryOptions
-from .backends.reference import LDMParameters, ldm_boundary, ldm_first_boundary
+from .backends.reference import LDMParameters, activated_key, ldm_boundary, ldm_first_boundary
 
 if TYPE_CHECKING:
     from .config import LDMConfig
@@ -114,14 +114,15 @@ class LDMBoundary(DepthBoundary):
             apart = self.config.key_start == "embedding_block"
             own_slot = max(self._index - 1, 0) * (K - apart) // self._n_sublayers
             own_slot += apart and not self.is_first
-            name, values = "b_key", BLOCK_START[self.config.key_activation]
+            own, other = BLOCK_START[self.config.key_activation]
+            bias = torch.full((K,), other)
+            bias[own_slot] = own
             if self.is_first:
-                name, values = "key_0", (1.9, 0.1)
-            key = self._parameters.get(name)
+                # What a sublayer writes at the start: so the slots' sum has all sources with one weight, as the residual stream.
+                bias = activated_key(bias, self.config)
+            key = self._parameters.get("key_0" if self.is_first else "b_key")
             if key is not None:
-                key_start = torch.full((K,), values[1])
-                key_start[own_slot] = values[0]
-                _apply_init(lambda t: t.copy_(key_start), key)
+                _apply_init(lambda t: t.copy_(bias), key)
         if self.b_forget is not None:
             # Element by element, so that a shard of the parameter gets its own part.
             slots = 1 if self.config.forget_granularity == "scalar" else K

@@ -48,6 +48,15 @@ class LDMOutput(NamedTuple):
     """``key``, ``query`` ``[..., K]``, ``forget`` ``[..., K or 1]``, ``beta`` ``[..., 1]``: those that exist"""
 
 
+def activated_key(z: torch.Tensor, config: "LDMConfig") -> torch.Tensor:
+    """The write key of the logits ``z``, ``[..., K]``."""
+    if config.key_activation == "two_sigmoid":
+        return 2 * torch.sigmoid(z)
+    if config.key_activation == "softmax":
+        return config.d_k * F.softmax(z, dim=-1)
+    return z
+
+
 def ldm_first_boundary(
     y: torch.Tensor, key_0: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> LDMOutput:
@@ -103,12 +112,7 @@ def ldm_boundary(
         if p.w_key is not None:
             source = v_rms if key_input is None else rms_normalize(upcast(key_input), eps)
             z = source @ upcast(p.w_key) + z
-        if config.key_activation == "two_sigmoid":
-            k = 2 * torch.sigmoid(z)
-        elif config.key_activation == "softmax":
-            k = config.d_k * F.softmax(z, dim=-1)
-        else:
-            k = z
+        k = activated_key(z, config)
         coefficients["key"] = k
 
         # Store.
