@@ -35,7 +35,7 @@ class KeyStart(StrEnum):
     """
     The first slot starts with the embedding, the others with a (K - 1)-th of the depth each: weight 1.9 in a sublayer's own slot and
     0.1 in the others (softmax: 5.9 and 0.3 at K = 8). Slots start as the sources of block AttnRes (arXiv 2603.15031), and their mean,
-    which is what a query reads at the start, as the residual stream. Ahead of ``uniform`` by 0.11 +- 0.03 nats at 90M
+    which is what a query reads at the start, as the residual stream. Ahead of ``uniform`` by 0.08 to 0.17 nats at 90M
     (``paper-experiments/ablations/RESULTS.md``).
     """
     block = "block"
