@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +255,68 @@ def test_a_slow_machine_is_seen():
     assert summary["canary"]["unsteady_rounds"] == []
 
 
+def test_clock_and_power_stand_beside_the_speeds():
+    def gpu(clock: float) -> dict[str, Any]:
+        return {
+            "readings": 1,
+            "sm_clock_mhz": timing.spread([clock]),
+            "power_w": timing.spread([700.0]),
+        }
+
+    summary = summarize.summarise(
+        [
+            one_round(1, [row("preln", 1.0, gpu=gpu(1500.0)), row("ldm", 0.9, gpu=None)]),
+            one_round(2, [row("preln", 1.0, gpu=gpu(1700.0)), row("ldm", 0.9)]),
+        ]
+    )
+    preln, ldm = summary["rows"]
+    assert (preln["sm_clock_mhz"], preln["power_w"]) == (1600.0, 700.0)
+    assert ldm["sm_clock_mhz"] is None
+    assert "SM clock and power while timed: preln 1600 MHz at 700 W" in summarize.notes(summary)
+
+
+def test_sensors_read_what_nvidia_smi_says_while_something_runs(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"""#!/bin/sh
+echo "$@" > {tmp_path}/arguments
+n=1000
+while :; do echo "$n, 2619, [N/A], 40"; n=$((n + 1)); sleep 0.02; done
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234")
+    )
+    with timing.GpuSensors(torch.device("cuda:0")) as sensors:
+        deadline = time.monotonic() + 20
+        while not sensors._readings and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = len(sensors._readings)
+        result, gpu = sensors.during(lambda: time.sleep(0.3) or "done")
+        process = sensors._process
+    assert result == "done" and gpu is not None
+    # Those from before the call do not count.
+    assert gpu["sm_clock_mhz"]["min"] >= 1000 + before
+    assert 1 < gpu["readings"] <= len(sensors._readings) - before
+    assert gpu["memory_clock_mhz"]["median"] == 2619 and gpu["temperature_c"]["max"] == 40
+    assert "power_w" not in gpu
+    assert process.returncode is not None
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--id=GPU-1234" in arguments and "clocks.sm,clocks.mem,power.draw" in arguments
+
+
+def test_no_sensors_without_a_gpu_or_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234")
+    )
+    for device in (CPU, torch.device("cuda:0")):
+        with timing.GpuSensors(device) as sensors:
+            assert sensors.during(lambda: 3) == (3, None)
+
+
 def test_an_unsteady_machine_is_said_in_words():
     half = {"matmul_flops_per_s": 50e12, "copy_bytes_per_s": 4e12}
     mild = {"matmul_flops_per_s": 90e12, "copy_bytes_per_s": 4e12}
@@ -334,8 +397,8 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch, capsys):
     # In decode the other batch sizes still count.
     original = measure.decode_case
 
-    def second_is_too_large(run: Any, opts: Any, batch: int, context: int) -> dict[str, Any]:
-        return original(run, opts, batch, context) if batch == 1 else no_memory()  # type: ignore[return-value]
+    def second_is_too_large(run: Any, opts: Any, batch: int, *rest: Any) -> dict[str, Any]:
+        return original(run, opts, batch, *rest) if batch == 1 else no_memory()  # type: ignore[return-value]
 
     monkeypatch.setattr(measure, "decode_case", second_is_too_large)
     code, result = run(tmp_path, "decode", "tiny", "preln", "--batches", "1 2")

@@ -403,7 +403,9 @@ def random_tokens(n_rows: int, n_tokens: int, seed: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (n_rows, n_tokens), generator=generator, device="cpu")
 
 
-def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -> dict[str, Any]:
+def measure_train(
+    opts: argparse.Namespace, config: Any, device: torch.device, sensors: timing.GpuSensors
+) -> dict[str, Any]:
     distributed = torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     world_size = torch.distributed.get_world_size() if distributed else 1
@@ -460,7 +462,7 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
     gc.disable()  # as OLMo-core's garbage-collector callback does
     reset_peak_memory(device)
     step()  # fills the allocator's cache again
-    laps = timing.lap_seconds(step, opts.steps, device)
+    laps, gpu = sensors.during(lambda: timing.lap_seconds(step, opts.steps, device))
     gc.enable()
     memory = peak_memory(device)
     kernels = timing.kernel_times(step, opts.profile, device) if opts.profile else None
@@ -481,6 +483,7 @@ def measure_train(opts: argparse.Namespace, config: Any, device: torch.device) -
         "first_loss": first_loss,
         "last_loss": last_loss,
         "laps_ms": [1e3 * lap for lap in laps],
+        "gpu": gpu,
         **memory,
     }
     if kernels is not None:
@@ -558,7 +561,9 @@ class Inference:
 
 
 @torch.inference_mode()
-def measure_prefill(opts: argparse.Namespace, config: Any, device: torch.device) -> dict[str, Any]:
+def measure_prefill(
+    opts: argparse.Namespace, config: Any, device: torch.device, sensors: timing.GpuSensors
+) -> dict[str, Any]:
     batch, (context,) = opts.batch, opts.context
     run = Inference(opts, config, device)
     ids = run.tokens(batch, context)
@@ -579,7 +584,7 @@ def measure_prefill(opts: argparse.Namespace, config: Any, device: torch.device)
             prefill()
         reset_peak_memory(device)
         prefill()  # fills the allocator's cache again
-        laps = timing.lap_seconds(prefill, opts.steps, device)
+        laps, gpu = sensors.during(lambda: timing.lap_seconds(prefill, opts.steps, device))
         memory = peak_memory(device)
 
     seconds = timing.spread(laps)
@@ -595,6 +600,7 @@ def measure_prefill(opts: argparse.Namespace, config: Any, device: torch.device)
         "tokens_per_s": batch * context / seconds["median"],
         "mfu": utilisation(batch * (context * body + head) / seconds["median"], device),
         "laps_ms": [1e3 * lap for lap in laps],
+        "gpu": gpu,
         **memory,
     }
     return {
@@ -635,7 +641,11 @@ def fill_caches(session: Any) -> None:
 
 
 def decode_case(
-    run: Inference, opts: argparse.Namespace, batch: int, context: int
+    run: Inference,
+    opts: argparse.Namespace,
+    batch: int,
+    context: int,
+    sensors: timing.GpuSensors,
 ) -> dict[str, Any]:
     device = run.device
     session = run.session(batch, context + opts.steps + opts.warmup, cuda_graph=True)
@@ -658,7 +668,7 @@ def decode_case(
         for _ in range(opts.warmup):
             session.step()
         reset_peak_memory(device)
-        laps = timing.lap_seconds(session.step, opts.steps, device)
+        laps, gpu = sensors.during(lambda: timing.lap_seconds(session.step, opts.steps, device))
         memory = peak_memory(device)
     seconds = timing.spread(laps)
     n_bytes = decode_bytes(run.model, batch, context, run.dtype.itemsize)
@@ -671,19 +681,22 @@ def decode_case(
         "cuda_graph": session.captured and session.no_graph_because is None,
         "no_cuda_graph_because": session.no_graph_because,
         "compile_seconds": session.prepare_seconds,
+        "gpu": gpu,
         **memory,
     }
 
 
 @torch.inference_mode()
-def measure_decode(opts: argparse.Namespace, config: Any, device: torch.device) -> dict[str, Any]:
+def measure_decode(
+    opts: argparse.Namespace, config: Any, device: torch.device, sensors: timing.GpuSensors
+) -> dict[str, Any]:
     run = Inference(opts, config, device)
     cases = []
     for batch in opts.batches:
         for context in opts.context:
             case: dict[str, Any] = {"batch": batch, "context": context}
             try:
-                case |= decode_case(run, opts, batch, context)
+                case |= decode_case(run, opts, batch, context, sensors)
             except torch.OutOfMemoryError as e:
                 case |= {"status": "oom", "error": first_line(e)}
             reset_peak_memory(device)
@@ -698,7 +711,9 @@ def measure_decode(opts: argparse.Namespace, config: Any, device: torch.device) 
     }
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any, torch.device], dict[str, Any]]] = {
+MEASUREMENTS: dict[
+    str, Callable[[argparse.Namespace, Any, torch.device, timing.GpuSensors], dict[str, Any]]
+] = {
     "train": measure_train,
     "prefill": measure_prefill,
     "decode": measure_decode,
@@ -733,7 +748,8 @@ def measure(
                 gradients=training,
                 n_tokens=opts.batches if opts.mode == "decode" else (GATE_TOKENS,),
             )
-        row |= MEASUREMENTS[opts.mode](opts, config, device)
+        with timing.GpuSensors(device) as sensors:
+            row |= MEASUREMENTS[opts.mode](opts, config, device, sensors)
         for case in row["cases"]:
             case.setdefault("status", "ok")
     except NotMeasured as e:

@@ -78,6 +78,13 @@ def median_of(cases: list[dict[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def gpu_median(cases: list[dict[str, Any]], name: str) -> float | None:
+    """The median over rounds of one of nvidia-smi's readings; ``None`` where it gave none."""
+    readings = [(case.get("gpu") or {}).get(name) for case in cases]
+    values = [reading["median"] for reading in readings if reading is not None]
+    return statistics.median(values) if values else None
+
+
 def canary_summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The readings of both speeds, and the rounds with one below the best by more than either tolerance."""
     out: dict[str, Any] = {"slow_rounds": [], "unsteady_rounds": []}
@@ -142,6 +149,8 @@ def summarise(rounds: list[dict[str, Any]]) -> dict[str, Any]:
                     "peak_allocated_gib": median_of(cases, "peak_allocated_gib"),
                     "peak_reserved_gib": median_of(cases, "peak_reserved_gib"),
                     "compile_seconds_first_round": compiling[0].get("compile_seconds"),
+                    "sm_clock_mhz": gpu_median(cases, "sm_clock_mhz"),
+                    "power_w": gpu_median(cases, "power_w"),
                 }
             )
         # A case that ran in no round says why; so does a method.
@@ -249,6 +258,15 @@ def notes(summary: dict[str, Any]) -> list[str]:
             f"canary: matmul {m['min'] / 1e12:.3g} to {m['max'] / 1e12:.3g} TFLOP/s, "
             f"copy {c['min'] / 1e12:.3g} to {c['max'] / 1e12:.3g} TB/s"
         )
+    # Of decode there are rows for each batch and context, too many for a note; the JSON has them.
+    clocks = [
+        f"{row['method']} {row['sm_clock_mhz']:.0f} MHz"
+        + ("" if row["power_w"] is None else f" at {row['power_w']:.0f} W")
+        for row in summary["rows"]
+        if row["status"] == "ok" and row["sm_clock_mhz"] is not None
+    ]
+    if clocks and summary["settings"]["mode"] != "decode":
+        out.append(f"SM clock and power while timed: {', '.join(clocks)}")
     unsteady = canary["unsteady_rounds"]
     if slow := [n for n in canary["slow_rounds"] if n not in unsteady]:
         out.append(

@@ -1,13 +1,16 @@
 """How everything in this folder is timed, and the two speeds (matmul and copy) that say whether the machine was itself."""
 
+import contextlib
 import itertools
 import json
 import os
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -171,6 +174,80 @@ def matmul_flops_per_second(device: torch.device, n: int | None = None) -> float
         torch.mm(a, b, out=out)
     seconds = statistics.median(lap_seconds(lambda: torch.mm(a, b, out=out), 20, device))
     return 2 * n**3 / seconds
+
+
+T = TypeVar("T")
+
+
+class GpuSensors:
+    """
+    The GPU's clocks, power and temperature while something is timed, from nvidia-smi in a process of its own. A product at full power
+    lowers the clock of what runs after it, so that a kernel takes longer in a model than alone. Without a GPU or nvidia-smi there
+    are no readings. A context manager: nvidia-smi needs a second to start, so enter it well before the timing.
+    """
+
+    QUERIES: ClassVar[dict[str, str]] = {
+        "clocks.sm": "sm_clock_mhz",
+        "clocks.mem": "memory_clock_mhz",
+        "power.draw": "power_w",
+        "temperature.gpu": "temperature_c",
+    }
+    PERIOD_MS = 200
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._process: subprocess.Popen[str] | None = None
+        self._readings: list[tuple[float, dict[str, float]]] = []
+
+    def __enter__(self) -> "GpuSensors":
+        if self._device.type != "cuda":
+            return self
+        command = [
+            "nvidia-smi",
+            f"--id=GPU-{torch.cuda.get_device_properties(self._device).uuid}",
+            f"--query-gpu={','.join(self.QUERIES)}",
+            "--format=csv,noheader,nounits",
+            f"--loop-ms={self.PERIOD_MS}",
+        ]
+        try:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            return self
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        return self
+
+    def _read(self, lines: Any) -> None:
+        for line in lines:
+            reading = {}
+            for name, text in zip(self.QUERIES.values(), line.split(","), strict=False):
+                # One that this GPU does not have is "[N/A]".
+                with contextlib.suppress(ValueError):
+                    reading[name] = float(text)
+            if reading:
+                self._readings.append((time.perf_counter(), reading))
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def during(self, call: Callable[[], T]) -> tuple[T, dict[str, Any] | None]:
+        """
+        What ``call`` returns, and what was read while it ran: the number of readings, and for each quantity its :func:`spread`.
+        """
+        start = time.perf_counter()
+        result = call()
+        end = time.perf_counter()
+        found = [reading for at, reading in list(self._readings) if start <= at <= end]
+        if not found:
+            return result, None
+        summary: dict[str, Any] = {"readings": len(found)}
+        for name in self.QUERIES.values():
+            if values := [reading[name] for reading in found if name in reading]:
+                summary[name] = spread(values)
+        return result, summary
 
 
 def canary(device: torch.device) -> dict[str, Any]:
