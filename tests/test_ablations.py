@@ -89,6 +89,25 @@ def test_means_errors_and_paired_differences():
     assert "| preln | 3 | 4.700 ± 0.115 | +0.500 ± 0.000 | 0k | 10.0 |" in table
 
 
+def test_an_option_as_an_override_is_a_variant_of_the_same_recipe():
+    recipe, option = "model.init_method=llama", "model.block.depth.forget_start=wide"
+    rows = collect.summarise(
+        [
+            result("ldm", 0, 4.0),
+            {**result("ldm", 0, 3.9), "overrides": [option]},
+            {**result("ldm", 0, 5.0), "overrides": [recipe]},
+            {**result("ldm_k4", 0, 5.2), "overrides": [recipe, option]},
+        ]
+    )
+    found = [(r["overrides"], r["variant"], r["difference_to_ldm_nats"]) for r in rows]
+    assert found == [
+        ("", "ldm forget_start=wide", pytest.approx(-0.1)),
+        ("", "ldm", 0.0),
+        (recipe, "ldm", 0.0),
+        (recipe, "ldm_k4 forget_start=wide", pytest.approx(0.2)),
+    ]
+
+
 def test_a_run_becomes_a_result(tmp_path):
     run = tmp_path / "90m-ldm-lr2e-3-seed1"
     (run / "step40").mkdir(parents=True)

@@ -31,8 +31,6 @@ RESULTS = REPOSITORY / "results" / "ablations"
 HELD_OUT, TRAIN = "eval/held-out/CE loss", "train/CE loss"
 WARM_UP_STEPS = 20
 """Steps left out of the speed: compilation and the allocator."""
-
-
 DEPTH = "model.block.depth."
 """Begins an override of the depth connection."""
 
