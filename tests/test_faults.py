@@ -3,13 +3,16 @@ What keeps a long run alive: the guard against losses and gradients that are not
 hostile files. The campaign of ``faults.py`` kills real processes; its cases are here as tests marked ``campaign``, the cheapest ones always.
 """
 
+import contextlib
 import json
 import math
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +335,49 @@ def test_campaign(campaign, name):
     except faults.Skipped as e:
         pytest.skip(str(e))
     assert outcome.equal.startswith(("yes", "round 1 unchanged", "to "))
+
+
+def processes_of(group: int) -> list[int]:
+    """The living processes of a process group; Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_data_workers_end_with_the_trainer(data, tmp_path):
+    """Killed, it can tell nobody; the workers' parent is the fork server, which waits for them."""
+    more = ("data_loader.num_workers=2", "trainer.callbacks.checkpointer.save_interval=100000")
+    command = ["bash", str(faults.PRETRAIN / "launch.sh"), "--gpu", "cpu", "tiny", "ldm", "4e-3"]
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, *faults.SMALL, *more],
+            env={
+                **os.environ, "PYTHON": sys.executable, "DATA_DIR": str(data), "CHECKPOINT_DIR": str(tmp_path / "runs"),
+                "STEPS": "100000", "WANDB_MODE": "disabled",
+            },
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + faults.DEADLINE
+        while "[step=3/" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.2)
+        # The trainer, the fork server, its two workers, and what tracks their shared memory.
+        assert len(processes_of(process.pid)) >= 4
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while left := processes_of(process.pid):
+            assert time.monotonic() < deadline, f"still running: {left}"
+            time.sleep(0.2)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -15,12 +15,15 @@ import errno
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -356,8 +359,11 @@ def on_first_process(function: Callable[..., T], *args: Any) -> T:
     return cast(T, result)
 
 
-def prepare_environment(gpu: str) -> None:
-    """Process group (under torchrun), logging and device of this process, as OLMo-core prepares them, without a default device."""
+def prepare_environment(gpu: str, data_workers: int = 0) -> None:
+    """
+    Process group (under torchrun), logging and device of this process, as OLMo-core prepares them, but without a default device,
+    and with a quicker start of the data loader's workers.
+    """
     backend = None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "gloo" if gpu == "cpu" else "cpu:gloo,cuda:nccl"
@@ -366,13 +372,34 @@ def prepare_environment(gpu: str) -> None:
     prepare_training_environment(backend=backend, shared_filesystem=True)
     # A process that trains alone gets a default device from OLMo-core: a mode that every method of a tensor goes through in
     # Python, so that the host takes 2.5 times as long for a boundary (LDM `fast`, window of 4: 127 us instead of 50 on a CPU, with
-    # stubs for the kernels). Nothing needs it: under torchrun there is none.
+    # stubs for the kernels). It also puts each number that is logged on the GPU by itself, which waits for the GPU.
+    # Nothing needs it: under torchrun there is none.
     torch.set_default_device(None)
+    if data_workers > 0:
+        # OLMo-core has each of them start as a new Python ("spawn"), which imports all of this again: 14 s on a machine with 16
+        # cores, before the first step of every epoch. The fork server imports it once, while the model is built, and
+        # has no CUDA context, which a worker must not inherit.
+        multiprocessing.set_start_method("forkserver", force=True)
+        # By name: the preload of "__main__" does nothing in Python 3.11 and 3.12.
+        multiprocessing.set_forkserver_preload(
+            ["config_utils.callbacks", "config_utils.experiment", "eval.checkpoint"]
+        )
+        forkserver.ensure_running()
+
+
+def end_with_trainer() -> None:
+    """In a worker of the data loader. PyTorch has it end with its parent, which is the fork server, and that waits for its workers."""
+    while (
+        trainer := multiprocessing.parent_process()
+    ) is None:  # this module is read before it is known
+        time.sleep(0.1)
+    trainer.join()
+    os._exit(1)
 
 
 def train(config: ExperimentConfig, overrides: Sequence[str] = ()) -> int:
     """:returns: The exit status: 143 (128 + SIGTERM) if the run was stopped before its end, so that nothing goes on with it."""
-    prepare_environment(config.gpu)
+    prepare_environment(config.gpu, config.data_loader.num_workers)
     seed_all(config.seed)
     restrict_unpickling()
     on_first_process(hold, Path(config.trainer.save_folder))
@@ -477,6 +504,9 @@ def cli() -> int:
             return 2
         raise
 
+
+if __name__ == "__mp_main__":
+    threading.Thread(target=end_with_trainer, daemon=True).start()
 
 if __name__ == "__main__":
     run_cli(cli)
