@@ -393,6 +393,8 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
         return f"block.copy_of_thread(tid, {_address(o[0])}, {data})"
     if name == "mapa":
         return f"{_value(o[0])} = (({_value(o[2])} + 1) << 24) | u32({_value(o[1])})"
+    if op == "elect.sync":
+        return f"{_value(o[0].split('|')[1])} = (tid & 31) == 0"
     if op == "bar.warp.sync":
         return 'yield ("warp",)'
     if op == "bar.sync" or op.startswith("barrier.sync"):

@@ -788,13 +788,16 @@ def test_compiled_code(d, d_k, window, architecture, tmp_path):
         if spec.direction == "finish":
             continue
         sources = re.findall(r"cp\.async\.bulk\S* \[%r\d+\], \[(%\w+)\]", ptx)
-        assert sources and all(s.startswith("%rd") for s in sources)
+        # One after the other from one lane, with addresses of the warp: not in a loop over the lanes.
+        assert len(sources) == spec.rows and "elect.sync" in ptx
+        assert all(s.startswith("%rd") for s in sources)
         if spec.direction == "forward":
             # 16 bytes for each row of the memory and x
             assert ptx.count("st.global.v4.b32") >= d_k * spec.writes + 1
         stack = stack_bytes(code.cubin, tmp_path)
         # The backward keeps a few addresses there, no sums; so does what stores the memory at the end of a window.
-        limit = 0 if spec.direction == "forward" and not spec.earlier else 64
+        # Of at most 14 loads from there, 8 are in the loop over tiles.
+        limit = 0 if spec.direction == "forward" and not spec.earlier else 80
         assert stack is None or stack <= limit, f"{spec.name}: {stack} bytes"
 
 

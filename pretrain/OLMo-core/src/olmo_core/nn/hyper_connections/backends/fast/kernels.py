@@ -148,7 +148,7 @@ class Forward:
             elif warp < self.first_loader + LOAD_WARPS:
                 self.load(
                     base, streams, y, post, res, n_tokens, first_tile, step, n, rank,
-                    warp - self.first_loader, lane,
+                    warp - self.first_loader,
                 )  # fmt: skip
             elif warp == self.first_loader + LOAD_WARPS:
                 self.maps(
@@ -200,7 +200,7 @@ class Forward:
 
     @cute.jit
     def load(
-        self, base, streams, y, post, res, n_tokens, first_tile, step, n, rank, loader, lane
+        self, base, streams, y, post, res, n_tokens, first_tile, step, n, rank, loader
     ):  # fmt: skip
         """A block's columns of the rows of tiles, and their maps, as many tiles ahead as the ring holds."""
         s = self.spec
@@ -209,28 +209,26 @@ class Forward:
             full = base + self.barriers["full"] + 8 * stage
             token = (first_tile + i * step) * TOKENS
             there = cutlass.min(n_tokens - token, TOKENS)
-            n_rows = there * (STREAMS + 1)
             ptx.barrier_wait(base + self.barriers["empty"] + 8 * stage, (i // s.stages + 1) & 1)
             tile = base + self.shared["ring"] + stage * s.tile_bytes
-            rows = streams + Int64(2) * (Int64(token) * (STREAMS * s.d) + rank * s.columns)
-            outputs = y + Int64(2) * (Int64(token) * s.d + rank * s.columns)
-            maps = post + Int64(token) * (4 * STREAMS)
-            mixes = res + Int64(token) * (4 * STREAMS * STREAMS)
-            if lane == 0 and loader == 0:
-                ptx.barrier_expect(full, there * s.token_loads)
-                ptx.copy_to_shared(tile + s.post_offset, maps, there * (4 * STREAMS), full)
-                if cutlass.const_expr(s.previous == "sinkhorn"):
-                    n_bytes = there * (4 * STREAMS * STREAMS)
-                    ptx.copy_to_shared(tile + s.res_offset, mixes, n_bytes, full)
-            cute.arch.sync_warp()
-            # The streams of a token and its y, then those of the next token.
-            for row in cutlass.range(loader + LOAD_WARPS * lane, n_rows, 32 * LOAD_WARPS, unroll=1):
-                t = row // (STREAMS + 1)
-                k = row % (STREAMS + 1)
-                of_streams = rows + Int64(2) * (t * (STREAMS * s.d) + k * s.d)
-                source = cutlass.select_(k < STREAMS, of_streams, outputs + Int64(2) * (t * s.d))
-                to = tile + t * s.token_bytes + k * s.row_bytes
-                ptx.copy_to_shared(to, source, s.row_bytes, full)
+            with cute.arch.elect_one():
+                # All addresses are the warp's: with one for each lane, a copy is issued in a loop over the lanes, 40 clocks each.
+                if loader == 0:
+                    ptx.barrier_expect(full, there * s.token_loads)
+                    maps = post + Int64(token) * (4 * STREAMS)
+                    ptx.copy_to_shared(tile + s.post_offset, maps, there * (4 * STREAMS), full)
+                    if cutlass.const_expr(s.previous == "sinkhorn"):
+                        mixes = res + Int64(token) * (4 * STREAMS * STREAMS)
+                        n_bytes = there * (4 * STREAMS * STREAMS)
+                        ptx.copy_to_shared(tile + s.res_offset, mixes, n_bytes, full)
+                for t in cutlass.range(loader, there, LOAD_WARPS, unroll=1):
+                    rows = streams + 2 * (Int64(token + t) * (STREAMS * s.d) + rank * s.columns)
+                    output = y + 2 * (Int64(token + t) * s.d + rank * s.columns)
+                    place = tile + t * s.token_bytes
+                    for k in range_constexpr(STREAMS):
+                        source = rows + 2 * k * s.d
+                        ptx.copy_to_shared(place + k * s.row_bytes, source, s.row_bytes, full)
+                    ptx.copy_to_shared(place + STREAMS * s.row_bytes, output, s.row_bytes, full)
 
     # The main warps.
 

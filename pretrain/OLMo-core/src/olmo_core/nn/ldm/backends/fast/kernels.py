@@ -76,38 +76,37 @@ class Kernel:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def load(self, base, sources, earlier, n_tokens, first_tile, step, n, rank, lane):
-        """Bulk copies of whole rows, as many tiles ahead as the ring holds."""
+    def load(self, base, sources, earlier, n_tokens, first_tile, step, n, rank):
+        """
+        Bulk copies of whole rows, as many tiles ahead as the ring holds. All addresses are the same for the warp's lanes: a copy whose
+        lanes have addresses of their own is issued in a loop over them, 40 clocks for each and more where other warps want to issue.
+        """
         s = self.spec
         row_bytes = 2 * s.columns
         for i in cutlass.range(n, unroll=1):
             stage = i % s.stages
             full = base + self.barriers["full"] + 8 * stage
             token = (first_tile + i * step) * s.tokens
-            n_rows = cutlass.min(n_tokens - token, s.tokens) * s.rows
+            here = cutlass.min(n_tokens - token, s.tokens)
             ptx.barrier_wait(base + self.barriers["empty"] + 8 * stage, (i // s.stages + 1) & 1)
-            if lane == 0:
-                ptx.barrier_expect(full, n_rows * row_bytes)
-            cute.arch.sync_warp()
             tile = base + self.shared["ring"] + stage * s.tile_bytes
-            for row in cutlass.range(lane, n_rows, 32, unroll=1):
-                t = token + row // s.rows
-                slot = row % s.rows
-                vector = Int64(t) * s.d + rank * s.columns
-                matrix = Int64(t) * (s.d_k * s.d) + rank * s.columns
-                source = sources[0] + 2 * (matrix + slot * s.d)
-                if slot == s.d_k:
-                    source = sources[1] + 2 * vector
-                if cutlass.const_expr(s.direction == "backward"):
-                    if slot == s.d_k + 1:
-                        source = sources[2] + 2 * vector
-                    if cutlass.const_expr(s.memory_gradient):
-                        if slot > s.d_k + 1:
-                            source = sources[3] + 2 * (matrix + (slot - (s.d_k + 2)) * s.d)
-                for e in range_constexpr(s.earlier):
-                    if slot == s.first_earlier + e:
-                        source = earlier[e] + 2 * vector
-                ptx.copy_to_shared(tile + row * s.row_bytes, source, row_bytes, full)
+            with cute.arch.elect_one():
+                ptx.barrier_expect(full, here * (s.rows * row_bytes))
+                for t in cutlass.range(here, unroll=1):
+                    vector = 2 * (Int64(token + t) * s.d + rank * s.columns)
+                    matrix = 2 * (Int64(token + t) * (s.d_k * s.d) + rank * s.columns)
+                    place = tile + t * s.token_bytes
+                    rows = [sources[0] + (matrix + 2 * slot * s.d) for slot in range(s.d_k)]
+                    rows.append(sources[1] + vector)
+                    if cutlass.const_expr(s.direction == "backward"):
+                        rows.append(sources[2] + vector)
+                        if cutlass.const_expr(s.memory_gradient):
+                            rows += [
+                                sources[3] + (matrix + 2 * slot * s.d) for slot in range(s.d_k)
+                            ]
+                    rows += [earlier[e] + vector for e in range(s.earlier)]
+                    for row in range_constexpr(s.rows):
+                        ptx.copy_to_shared(place + row * s.row_bytes, rows[row], row_bytes, full)
 
     @cute.jit
     def take_registers(self, role: cutlass.Constexpr):
@@ -379,7 +378,7 @@ class Forward(Kernel):
     ):  # fmt: skip
         self.take_registers("helper")
         if warp == MAIN_WARPS:
-            self.load(base, (memory, y), window[2:], n_tokens, first_tile, step, n, rank, lane)
+            self.load(base, (memory, y), window[2:], n_tokens, first_tile, step, n, rank)
         else:
             self.coefficients(
                 base, packed, saved, extra, window, n_tokens, eps, first_tile, step, n, rank,
@@ -953,7 +952,7 @@ class Backward(Kernel):
     ):  # fmt: skip
         self.take_registers("helper")
         if warp == MAIN_WARPS:
-            self.load(base, sources, window[1:], n_tokens, first_tile, step, n, rank, lane)
+            self.load(base, sources, window[1:], n_tokens, first_tile, step, n, rank)
         else:
             self.coefficients(
                 base, packed, saved, extra, window, n_tokens, first_tile, step, n,
