@@ -698,6 +698,9 @@ def test_boundaries_on_a_cpu(tmp_path, capsys):
         assert r["status"] == "ok", r["error"]
         for direction in ("forward", "backward"):
             assert r[direction]["host_us"] > 0 and r[direction]["floor_us"] > 0
+            assert r[direction]["host_torch_us"] > 0
+            if method == "ldm":  # 50 small products and sums
+                assert r[direction]["host_torch_us"] < r[direction]["host_us"]
     assert ("preln", "fla") not in found and ("ldm", "tile_kernels") not in found
     assert all(r["status"] == "unavailable" for r in rows if r["backend"] != "reference")
     assert "x floor" in capsys.readouterr().out

@@ -140,6 +140,19 @@ class _End(torch.autograd.Function):
         return None, *ctx.gradients
 
 
+class _Nothing(torch.autograd.Function):
+    """What a boundary is to autograd: results like ``like`` of any inputs, and a gradient for each of them. All of it is unwritten memory."""
+
+    @staticmethod
+    def forward(ctx, like, *inputs):
+        ctx.save_for_backward(*inputs)
+        return tuple(torch.empty_like(t) for t in like)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *(torch.empty_like(t) for t in ctx.saved_tensors)
+
+
 @dataclass(frozen=True)
 class InputSet:
     """What a boundary is given in one call, and the gradients of its outputs that have any."""
@@ -243,12 +256,15 @@ class Timed:
         )
         return forward, total - forward
 
-    def host_seconds(self, laps: int = 10) -> tuple[float, float]:
+    def host_seconds(self, laps: int = 10, *, nothing: bool = False) -> tuple[float, float]:
         """
         Median time of an eager call on the host, forward and backward, as training has it: ``HOST_CALLS`` boundaries in a row, each with
         parameters and inputs of its own, and one backward from a single number through all of them, which leaves each parameter
         its ``grad``. The device is idle before and is not waited for (on a CPU there is nothing else than its work). The compiled
         reference has one boundary, whose gradients autograd adds up.
+
+        :param nothing: Instead of the boundary a function of the same tensors that allocates its results and computes nothing: what
+            torch's autograd takes of that time.
         """
         calls = HOST_CALLS if self.device.type == "cuda" else 2
         compiled = self.call is not self.boundary
@@ -259,10 +275,14 @@ class Timed:
             y = inputs.y.detach().requires_grad_()
             gain = self.gain.detach().requires_grad_()
             boundary = self.call if compiled else copy.deepcopy(self.boundary)
-            given.append((boundary, state, y, gain))
-            leaves += [t for t in (*state, y, gain) if t.requires_grad]
+            own = [t for t in (*state, y, gain) if t.requires_grad]
             if not compiled:
-                leaves += list(boundary.parameters())
+                own += list(boundary.parameters())
+            if nothing:
+                given.append((_Nothing.apply, (inputs.gradients, *own)))
+            else:
+                given.append((boundary, (state, y, gain)))
+            leaves += own
             gradients += inputs.gradients
         if compiled:
             leaves += list(self.boundary.parameters())
@@ -270,9 +290,11 @@ class Timed:
         for i in range(laps + 2):
             timing.synchronize(self.device)
             a = time.perf_counter()
-            returned = [boundary(state, y, gain) for boundary, state, y, gain in given]
+            returned = [function(*arguments) for function, arguments in given]
             b = time.perf_counter()
-            outputs = [t for state, x in returned for t in (*state, x) if t.requires_grad]
+            if not nothing:
+                returned = [(*state, x) for state, x in returned]
+            outputs = [t for group in returned for t in group if t.requires_grad]
             del returned
             end = _End.apply(gradients, *outputs)
             del outputs
@@ -308,13 +330,16 @@ def run_case(
         timed = Timed(case, backend, n_tokens, device)
         row["relative_error"] = timed.error
         device_times = timed.device_seconds(replays)
-        host_times = timed.host_seconds(10 if device.type == "cuda" else 2)
+        laps = 10 if device.type == "cuda" else 2
+        host_times = timed.host_seconds(laps)
+        torch_times = None if backend == COMPILE else timed.host_seconds(laps, nothing=True)
         vector = case.d_model * timed.dtype.itemsize * n_tokens
         for i, direction in enumerate(("forward", "backward")):
             floor = None if units is None else units[i] * vector / copy_speed
             row[direction] = {
                 "device_us": 1e6 * device_times[i],
                 "host_us": 1e6 * host_times[i],
+                "host_torch_us": None if torch_times is None else 1e6 * torch_times[i],
                 "floor_units": None if units is None else units[i],
                 "floor_us": None if floor is None else 1e6 * floor,
                 "times_floor": None if floor is None else device_times[i] / floor,
@@ -333,8 +358,8 @@ def run_case(
 
 
 HEAD = (
-    f"{'method':18s} {'backend':14s} {'d':>5s} {'M':>6s} | {'fwd us':>8s} {'floor':>7s} {'x floor':>7s} {'host us':>7s}"
-    f" | {'bwd us':>8s} {'floor':>7s} {'x floor':>7s} {'host us':>7s} | {'error':>8s}"
+    f"{'method':18s} {'backend':14s} {'d':>5s} {'M':>6s} | {'fwd us':>8s} {'floor':>7s} {'x floor':>7s} {'host us':>7s} {'torch':>5s}"
+    f" | {'bwd us':>8s} {'floor':>7s} {'x floor':>7s} {'host us':>7s} {'torch':>5s} | {'error':>8s}"
 )
 
 
@@ -345,7 +370,10 @@ def line(row: dict[str, Any]) -> str:
     for direction in ("forward", "backward"):
         t = row[direction]
         floor, times = t["floor_us"] or math.nan, t["times_floor"] or math.nan
-        text += f"{t['device_us']:8.1f} {floor:7.1f} {times:7.2f} {t['host_us']:7.0f} | "
+        bare = t["host_torch_us"] or math.nan
+        text += (
+            f"{t['device_us']:8.1f} {floor:7.1f} {times:7.2f} {t['host_us']:7.0f} {bare:5.0f} | "
+        )
     return text + ("" if row["relative_error"] is None else f"{row['relative_error']:8.1e}")
 
 
