@@ -1,6 +1,7 @@
 """
 Trainer callbacks that OLMo-core lacks: metrics as JSON lines, W&B that never stops a training run, the held-out
-cross-entropy as ``eval/heldout.py`` defines it, and a guard that stops a run whose loss or gradient is not finite.
+cross-entropy as ``eval/heldout.py`` defines it, speeds where the host does not wait for the device in every step, and a guard that
+stops a run whose loss or gradient is not finite.
 """
 
 import contextlib
@@ -35,10 +36,11 @@ from olmo_core.train.callbacks import (
     Callback,
     CheckpointerCallback,
     ConfigSaverCallback,
+    SpeedMonitorCallback,
     WandBCallback,
 )
 from olmo_core.train.checkpoint import Checkpointer
-from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+from olmo_core.train.common import TRAIN_CE_LOSS_METRIC, MetricMergeStrategy, ReduceType
 from olmo_core.utils import cuda_sync_debug_mode, get_default_device
 
 log = logging.getLogger(__name__)
@@ -176,6 +178,50 @@ class Origin(NamedTuple):
     rows: list[int] | None
     """The sequences of the batch that are concerned; ``None`` if they cannot be told apart."""
     rank: int = 0
+
+
+@dataclass
+class WindowSpeedMonitorCallback(SpeedMonitorCallback):
+    """
+    OLMo-core's speeds, over all steps since the host last waited for the device, recorded at the steps where it waits:
+    :class:`GuardCallback` does before metrics are collected. In between the host is up to some steps ahead, and the time of
+    one step on the host is not the device's. The averages of the whole run (``actual avg``) are as they were.
+    """
+
+    def __post_init__(self) -> None:
+        self._window = _Window()
+
+    def post_step(self) -> None:
+        window = self._window
+        window.steps += 1
+        window.tokens += self._step_tokens
+        window.flops += self._step_flops
+        window.load_seconds += self._batch_load_time
+        trainer = self.trainer
+        waited = self.step % trainer.metrics_collect_interval == 0 or self.step == trainer.max_steps
+        if not (waited or self._first_step):
+            return
+        first, began = self._first_step, self._step_last_logged
+        self._step_tokens, self._step_flops = window.tokens, window.flops
+        self._batch_load_time = window.load_seconds
+        super().post_step()
+        self._step_tokens = self._step_flops = 0
+        self._window = _Window()
+        latest = MetricMergeStrategy.latest
+        load = window.load_seconds / window.steps
+        name = "throughput/device/data loading (s)"
+        trainer.record_metric(name, load, ReduceType.max, merge_strategy=latest)
+        if not first:
+            steps_per_second = window.steps / (self._step_last_logged - began)
+            trainer.record_metric("throughput/device/BPS", steps_per_second, merge_strategy=latest)
+
+
+@dataclass
+class _Window:
+    steps: int = 0
+    tokens: int = 0
+    flops: int = 0
+    load_seconds: float = 0.0
 
 
 class NonFiniteError(UserError):

@@ -10,6 +10,7 @@ from config_utils.callbacks import (
     HeldOutCallback,
     JSONLinesMetricsCallback,
     OptionalWandBCallback,
+    WindowSpeedMonitorCallback,
 )
 from config_utils.errors import UserError
 from config_utils.methods import depth_connection
@@ -39,7 +40,6 @@ from olmo_core.train.callbacks import (
     CheckpointerCallback,
     ConfigSaverCallback,
     GPUMemoryMonitorCallback,
-    SpeedMonitorCallback,
 )
 from olmo_core.train.train_module import (
     TransformerDataParallelConfig,
@@ -215,7 +215,7 @@ def build_experiment(
     if not on_cpu:
         trainer.add_callback(
             "speed_monitor",
-            SpeedMonitorCallback(device_peak_flops_per_second=int(PEAK_BF16_FLOPS[gpu])),
+            WindowSpeedMonitorCallback(device_peak_flops_per_second=int(PEAK_BF16_FLOPS[gpu])),
         )
         trainer.add_callback("gpu_monitor", GPUMemoryMonitorCallback())
     if eval_files:

@@ -22,7 +22,12 @@ import torch
 from eval_helpers import METHODS, tiny_config, tiny_model, write_checkpoint
 from test_launch import corpus
 
-from config_utils.callbacks import GuardCallback, NonFiniteError, find_origin
+from config_utils.callbacks import (
+    GuardCallback,
+    NonFiniteError,
+    WindowSpeedMonitorCallback,
+    find_origin,
+)
 from config_utils.errors import UserError
 from config_utils.experiment import ExperimentConfig, build_experiment
 from eval.checkpoint import damage, restrict_unpickling
@@ -312,6 +317,60 @@ lock.flush()
 print("held", flush=True)
 time.sleep(600)
 """
+
+
+# -- speeds -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A trainer whose host launches a step in 0.1 s and waits for a device that needs 1 s for each."""
+
+    def __init__(self, interval: int, steps: int):
+        self.metrics_collect_interval, self.max_steps, self.global_step = interval, steps, 0
+        self.host = self.device = 0.0
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.dp_process_group = self.global_train_tokens_seen = None
+        self.global_train_petaflops = 0.0
+        self.train_module = None
+
+    def record_metric(self, name, value, reduce_type=None, merge_strategy="warn"):
+        here = self.metrics.setdefault(self.global_step, {})
+        assert name not in here or merge_strategy == "latest"
+        here[name] = value
+
+
+def test_speeds_where_the_host_is_ahead(monkeypatch):
+    """It waits at every fifth step, as the guard has it; in between it is up to four steps ahead."""
+    trainer = Clock(interval=5, steps=17)
+    monkeypatch.setattr(time, "perf_counter", lambda: trainer.host)
+    monitor = WindowSpeedMonitorCallback(num_flops_per_token=3, device_peak_flops_per_second=10**4)
+    monitor.trainer = trainer  # type: ignore[assignment]
+    batch = {"input_ids": torch.zeros(2, 50)}
+    for step in range(1, 18):
+        trainer.global_step = step
+        monitor.pre_load_batch()
+        trainer.host += 0.01
+        monitor.pre_step(batch)
+        trainer.host += 0.09
+        trainer.device = max(trainer.device, trainer.host) + 1.0
+        if step == 1 or step % 5 == 0 or step == 17:
+            trainer.host = trainer.device
+        monitor.post_step()
+    assert {s for s, m in trainer.metrics.items() if "throughput/device/TPS" in m} == {
+        5,
+        10,
+        15,
+        17,
+    }
+    for step, n in ((5, 4), (10, 5), (15, 5), (17, 2)):
+        m = trainer.metrics[step]
+        seconds = n + 0.1  # the device waits for the first launch after each wait
+        assert m["throughput/device/TPS"] == pytest.approx(100 * n / seconds)
+        assert m["throughput/device/BPS"] == pytest.approx(n / seconds)
+        assert m["throughput/device/MFU"] == pytest.approx(100 * 300 * n / seconds / 1e4)
+        assert m["throughput/device/data loading (s)"] == pytest.approx(0.01)
+        assert m["throughput/device/data loading (%)"] == pytest.approx(n / seconds)
+    assert trainer.metrics[17]["throughput/device/TPS (actual avg)"] == pytest.approx(1600 / 16.4)
 
 
 # -- the campaign -------------------------------------------------------------------------------
