@@ -11,20 +11,24 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
 from config_utils.errors import UserError, run_cli
+from eval.checkpoint import LoadedCheckpoint, load_checkpoint, method_name, read_checkpoint
+from eval.run import find_tokenizer
 from olmo_core.nn.attention import AttentionConfig, AttentionType
 from olmo_core.nn.feed_forward import ActivationFunction, FeedForwardConfig, FeedForwardType
 from olmo_core.nn.lm_head import LMHeadType
 from olmo_core.nn.rope import RoPEType
 from olmo_core.nn.transformer import TransformerBlockConfig
-
-from .checkpoint import LoadedCheckpoint, load_checkpoint, method_name, read_checkpoint
-from .run import find_tokenizer
 
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm",

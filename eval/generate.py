@@ -18,17 +18,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import torch
 
 from config_utils.errors import UserError, run_cli
 from config_utils.run_info import run_info
+from eval.checkpoint import LoadedCheckpoint, default_device, load_checkpoint, read_checkpoint
 from olmo_core.exceptions import OLMoConfigurationError
 from olmo_core.generate.generation_module import GenerationConfig
 from olmo_core.nn.depth import DepthBackend, DepthTransformer
 from olmo_core.nn.depth.generation import DepthGenerationModule, GenerationTiming, NaNLogitsError
 from olmo_core.nn.depth.session import PREFILL_CHUNK
-
-from .checkpoint import LoadedCheckpoint, default_device, load_checkpoint, read_checkpoint
 
 SCHEMA_VERSION = 1
 
@@ -163,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         shape = (args.batch_size or 1, args.prompt_tokens or 128)
         ids = torch.randint(0, config.vocab_size, shape, generator=generator)
     else:
-        from .run import find_tokenizer
+        from eval.run import find_tokenizer
 
         tokenizer = find_tokenizer(checkpoint).tokenizer
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -292,7 +295,7 @@ def write_json_result(
     args: argparse.Namespace, loaded: LoadedCheckpoint, timings: list[GenerationTiming]
 ) -> None:
     """The timings with what they were measured on; medians leave the first run out if there are others."""
-    from .run import write_json
+    from eval.run import write_json
 
     warm = timings[1:] or timings
     boundaries = loaded.model.boundaries() if isinstance(loaded.model, DepthTransformer) else ()

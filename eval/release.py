@@ -14,17 +14,21 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
 from config_utils.errors import UserError, run_cli
 from config_utils.run_info import format_lr
 from data_utils.tokenizer import ResolvedTokenizer
-
-from .checkpoint import (
+from eval.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     build_model,
@@ -33,9 +37,9 @@ from .checkpoint import (
     open_weights,
     read_checkpoint,
 )
-from .heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
-from .releases import RELEASES
-from .run import find_tokenizer
+from eval.heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
+from eval.releases import RELEASES
+from eval.run import find_tokenizer
 
 CONFIG_KEYS = ("run_name", "scale", "method", "gpu", "model", "train_module", "seed")
 """What a release keeps of a run's ``config.json``; the rest is paths of the machine that trained."""

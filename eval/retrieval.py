@@ -7,21 +7,25 @@ sublayer, the LM head) receives, as the mean over tokens of held-out text. Print
 
 import argparse
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
 import torch
 
 from config_utils.errors import UserError, run_cli
 from config_utils.run_info import run_info
+from eval.checkpoint import LoadedCheckpoint, default_device, load_checkpoint, read_checkpoint
+from eval.generate import check_output, positive
+from eval.heldout import HeldoutData
+from eval.run import write_json
 from olmo_core.nn.depth import DepthTransformer, retrieval_map
-
-from .checkpoint import LoadedCheckpoint, default_device, load_checkpoint, read_checkpoint
-from .generate import check_output, positive
-from .heldout import HeldoutData
-from .run import write_json
 
 SCHEMA_VERSION = 1
 

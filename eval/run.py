@@ -20,6 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+if not __package__:
+    # Run by path: the package's parent stands in for the script's folder.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import torch
 import torch.distributed as dist
 
@@ -27,9 +31,7 @@ from config_utils.errors import UserError, run_cli
 from config_utils.run_info import run_info, versions
 from data_utils.errors import BadInput
 from data_utils.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from olmo_core.utils import seed_all
-
-from .checkpoint import (
+from eval.checkpoint import (
     Checkpoint,
     LoadedCheckpoint,
     check_weights,
@@ -38,8 +40,8 @@ from .checkpoint import (
     open_weights,
     read_checkpoint,
 )
-from .heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
-from .offline_tasks import (
+from eval.heldout import HeldoutData, evaluate_heldout, model_loss, token_byte_lengths
+from eval.offline_tasks import (
     KNOWN_TASKS,
     OFFLINE_SPLIT,
     OFFLINE_TASKS,
@@ -47,6 +49,7 @@ from .offline_tasks import (
     packaged_dataset,
     task_manager,
 )
+from olmo_core.utils import seed_all
 
 SCHEMA_VERSION = 1
 
@@ -237,7 +240,7 @@ def _evaluate_tasks(
 ) -> dict[str, Any] | None:
     import lm_eval
 
-    from .lm_eval_adapter import DepthLM
+    from eval.lm_eval_adapter import DepthLM
 
     # lm_eval.simple_evaluate would load the tasks by itself and then spend 20 s and more on a report of the environment.
     tasks: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}

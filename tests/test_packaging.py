@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -228,3 +229,14 @@ print(json.dumps([torch.cuda.is_initialized(), ours, len(asked), len(modules)]))
     assert ours == []
     assert asked > 0, "the hook saw nothing, not even upstream's own attempts"
     assert count == len(MODULES) >= 15
+
+
+def test_commands_run_by_path():
+    """``python eval/run.py`` as well as ``python -m eval.run``, also where nothing is installed."""
+    commands = [p for p in ROOT.glob("*/*.py") if "if __name__ ==" in p.read_text()]
+    commands = [p for p in commands if (p.parent / "__init__.py").is_file()]
+    assert {p.parent.name for p in commands} >= {"eval", "data_utils"}
+    for path in commands:
+        text = path.read_text()
+        assert "\nif not __package__:\n" in text, path
+        assert not re.search(r"^ *from \.", text, re.M), path
