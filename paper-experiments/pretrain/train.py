@@ -11,6 +11,7 @@ WANDB_ENTITY, WANDB_PROJECT. Further arguments override the config: ``trainer.ca
 """
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import json
@@ -147,6 +148,10 @@ def check_same_model(config: ExperimentConfig, path: Path) -> None:
             f"{path / 'config.json'} is damaged; copy it from another checkpoint of this run, or remove it"
         ) from None
     ours = json.loads(json.dumps(config.model.as_config_dict()))
+    with contextlib.suppress(Exception):
+        # What an older version did not know has its default; one that cannot be read so is compared as it stands.
+        whole = type(config.model).from_dict(saved)
+        saved = json.loads(json.dumps(whole.as_config_dict()))
     if saved != ours:
         there, here = leaves(saved), leaves(ours)
         different = [
