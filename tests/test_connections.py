@@ -615,58 +615,6 @@ def test_24_blocks_compile_to_four_graphs(depth, compile_blocks):
     assert (graphs.compiled, graphs.runs) == (4, 2 * (24 + 2))
 
 
-def packed(depth: DepthConnectionConfig, **kwargs) -> Any:
-    config = tiny_config(depth, **kwargs)
-    config.block.packed_projections = True  # type: ignore[union-attr]
-    return config
-
-
-def test_packed_projections_compute_the_same():
-    """Outputs and all gradients in FP64, under the same names; 7 products of a block become 4."""
-    results = []
-    for make in (tiny_config, packed):
-        model = build_model(make(LDMConfig(d_k=2), full_precision=False), fp64=True)
-        randomize_boundaries(model)
-        ids = tokens(2, 8)
-        with torch.profiler.profile() as profile:
-            logits = model(ids)
-        products = sum(e.count for e in profile.key_averages() if e.key == "aten::linear")
-        next_token_loss(logits, ids).backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        results.append((logits, gradients, products))
-    (logits, gradients, apart), (same, packed_gradients, together) = results
-    assert apart - together == 3 * model.n_layers
-    torch.testing.assert_close(same, logits, rtol=1e-12, atol=1e-12)
-    assert packed_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("depth", [PreLNConfig(), LDMConfig(d_k=2)], ids=["preln", "ldm"])
-def test_packed_projections_compile_as_before(depth, compile_blocks):
-    """No more graphs, no graph break, and none compiled again."""
-    counts = []
-    for make in (tiny_config, packed):
-        model, graphs = make(depth, n_layers=4).build(init_device="meta"), Graphs()
-        model.init_weights(device=CPU, max_seq_len=16)
-        compile_blocks(model, graphs, (tokens(2, 8),))
-        for _ in range(3):
-            model(tokens(2, 8))
-        counts.append((graphs.compiled, graphs.runs))
-        torch._dynamo.reset()
-    assert counts[0] == counts[1]
-
-
-def test_packed_projections_refuse_others():
-    config = packed(LDMConfig())
-    config.block.feed_forward.bias = True
-    with pytest.raises(OLMoConfigurationError, match="without a bias"):
-        config.build(init_device="meta")
-    model = packed(LDMConfig()).build(init_device="cpu")
-    with pytest.raises(RuntimeError, match="the first one first"):
-        model.blocks["0"].feed_forward.w3(torch.zeros(1, 16))
-
-
 @pytest.mark.parametrize(
     "depth",
     [

@@ -322,12 +322,12 @@ time.sleep(600)
 def test_a_checkpoint_of_an_older_version_has_defaults_for_what_it_does_not_know(data, tmp_path):
     config = small_run(data, tmp_path)
     model = json.loads(json.dumps(config.model.as_config_dict()))
-    del model["block"]["packed_projections"]
+    del model["tie_word_embeddings"]
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model": model}))
     train.check_same_model(config, tmp_path)
-    config.model.block.packed_projections = True
-    with pytest.raises(UserError, match="packed_projections is False there and True here"):
+    config.model.tie_word_embeddings = True
+    with pytest.raises(UserError, match="tie_word_embeddings is False there and True here"):
         train.check_same_model(config, tmp_path)
 
 

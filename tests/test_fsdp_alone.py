@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,10 @@ def losses(
 )
 def test_one_process_with_fsdp(method, gpu, tmp_path):
     """
+    From a checkpoint of a process without FSDP2 both go on alike, and from one with it. Not from the start: on a GPU torch fills a sharded
+    parameter with other random numbers than a plain one, and this data makes much of them (CPU, preln: the second loss is between 9.2 and 11.3
+    for five seeds).
+
     On a CPU both are FP32, so only the order of sums differs. On a GPU both compute in BF16, one with cast parameters and one under
     autocast, which leaves other operations in FP32: a loss of 10.8 differs by its BF16 rounding of 0.03 at most.
     """
@@ -77,13 +82,13 @@ def test_one_process_with_fsdp(method, gpu, tmp_path):
     ids = np.random.default_rng(1).integers(100, 130, 40_000, dtype=np.uint16)
     ids.tofile(data / "train" / "a.npy")
     tolerance = 1e-4 if gpu == "cpu" else 0.03
-    steps = 6
-    alone = losses(tmp_path / "alone", data, method, gpu, steps, sharded=False)
-    sharded = losses(tmp_path / "sharded", data, method, gpu, steps, sharded=True)
-    assert len(alone) == len(sharded) == steps and alone[-1] < alone[0] - 0.5
-    assert sharded == pytest.approx(alone, abs=tolerance)
-    # From the checkpoint of a process without FSDP2, and the other way round.
-    longer = losses(tmp_path / "alone", data, method, gpu, steps + 2, sharded=True)
-    other = losses(tmp_path / "sharded", data, method, gpu, steps + 2, sharded=False)
-    assert longer[:steps] == alone and other[:steps] == sharded
-    assert len(longer) == steps + 2 and longer == pytest.approx(other, abs=tolerance)
+    begun, steps = 2, 6
+    for sharded in (False, True):
+        first, second = tmp_path / f"first-{sharded}", tmp_path / f"second-{sharded}"
+        losses(first, data, method, gpu, begun, sharded)
+        shutil.copytree(first, second)
+        same = losses(first, data, method, gpu, steps, sharded)
+        other = losses(second, data, method, gpu, steps, not sharded)
+        assert len(same) == len(other) == steps and other[:begun] == same[:begun]
+        assert same[-1] < same[0] - 0.5 and same[-1] < same[begun] - 0.01
+        assert other == pytest.approx(same, abs=tolerance)

@@ -8,9 +8,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from olmo_core.exceptions import OLMoConfigurationError
-from olmo_core.nn.attention import Attention
 from olmo_core.nn.buffer_cache import BufferCache
-from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.transformer import (
     TransformerBlock,
@@ -20,7 +18,6 @@ from olmo_core.nn.transformer import (
 )
 
 from .connection import DepthBoundary, DepthConnectionConfig, State
-from .packed_projections import pack
 from .preln import PreLNConfig
 
 
@@ -60,7 +57,6 @@ class DepthTransformerBlock(TransformerBlock):
         n_layers: int,
         layer_norm: LayerNormConfig,
         depth: DepthConnectionConfig,
-        packed_projections: bool = False,
         init_device: str = "cpu",
         cache: BufferCache | None = None,
         **kwargs,
@@ -89,14 +85,6 @@ class DepthTransformerBlock(TransformerBlock):
                 init_device=init_device,
             )
 
-        if packed_projections:
-            attention, feed_forward = self.attention, self.feed_forward
-            if type(attention) is not Attention or type(feed_forward) is not FeedForward:
-                raise OLMoConfigurationError(
-                    "packed_projections needs the default attention and feed-forward"
-                )
-            pack(attention.w_q, attention.w_k, attention.w_v)
-            pack(feed_forward.w1, feed_forward.w3)
         self.attention_boundary = boundary(2 * block_idx)
         self.feed_forward_boundary = boundary(2 * block_idx + 1)
 
@@ -196,8 +184,6 @@ class DepthTransformerBlockConfig(TransformerBlockConfig):
     """A Llama-style block with a depth connection."""
 
     depth: DepthConnectionConfig = field(default_factory=PreLNConfig)
-    packed_projections: bool = False
-    """One product for queries, keys and values, and one for the two inner layers of the feed-forward; see :mod:`.packed_projections`."""
 
     def build(
         self,
@@ -233,7 +219,6 @@ class DepthTransformerBlockConfig(TransformerBlockConfig):
             feed_forward=self.feed_forward,
             layer_norm=self.layer_norm,
             depth=self.depth,
-            packed_projections=self.packed_projections,
             init_device=init_device,
             cache=cache,
         )
