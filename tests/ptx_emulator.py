@@ -74,6 +74,27 @@ def from_bf16(x: int) -> float:
     return to_float(x << 16)
 
 
+def mul_bf16x2(a: Any, b: Any) -> int:
+    low, high = (
+        to_bf16(from_bf16((u32(a) >> shift) & 0xFFFF) * from_bf16((u32(b) >> shift) & 0xFFFF))
+        for shift in (0, 16)
+    )
+    return high << 16 | low
+
+
+def to_e4m3(x: Any) -> int:
+    """FP8, to nearest even; 448 at most."""
+    x = to_float(x)
+    if math.isnan(x):
+        return 0x7F
+    sign, x = 0x80 * (math.copysign(1.0, x) < 0), abs(x)
+    exponent = max(math.frexp(x)[1] - 1, -6) if x else -6
+    # In eighths of a power of two; round() is to even.
+    steps = 448.0 if x > 448 else x
+    eighths = round(math.ldexp(steps, 3 - exponent))
+    return sign | min(((exponent + 6) << 3) + eighths, 0x7E)
+
+
 def exp2(x: Any) -> float:
     x = to_float(x)
     return math.nan if x != x else math.inf if x > 127 else 2.0**x if x > -126 else 0.0
@@ -416,6 +437,10 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
     target, values = _value(o[0]), [_value(x) for x in o[1:]]
     if op == "cvt.rn.bf16x2.f32":
         return f"{target} = (to_bf16({values[0]}) << 16) | to_bf16({values[1]})"
+    if op == "cvt.rn.satfinite.e4m3x2.f32":
+        return f"{target} = (to_e4m3({values[0]}) << 8) | to_e4m3({values[1]})"
+    if op == "mul.rn.bf16x2":
+        return f"{target} = mul_bf16x2({values[0]}, {values[1]})"
     if op.startswith("cvt.rn.f32"):
         return f"{target} = float({_CONVERSIONS[kind][0]}({values[0]}))"
     if name == "cvt":

@@ -5,6 +5,7 @@ compiled kernels' PTX, and the kernels themselves in an emulator of PTX against 
 """
 
 import ctypes
+import dataclasses
 import functools
 import json
 import math
@@ -38,7 +39,7 @@ pytest.importorskip("triton")
 import helpers
 import ptx_emulator
 
-from olmo_core.nn.ldm.backends.fast import ops, tune
+from olmo_core.nn.ldm.backends.fast import ops, stored8, tune
 
 EPS = 1e-5
 needs_dsl = pytest.mark.skipif(
@@ -336,6 +337,8 @@ class SlowKernels:
         if coefficients is None:
             return anchor
         held = coefficients.unflatten(-1, (-1, self.config.d_k))
+        if anchor.dtype == torch.uint8:
+            anchor = stored8.decode(anchor)
         return sum(
             (held[..., i, :, None] * y[..., None, :] for i, y in enumerate(earlier, start=1)),
             start=held[..., 0, :, None] * anchor,
@@ -354,6 +357,9 @@ class SlowKernels:
         after = (before.unflatten(-1, (-1, K)) * a[..., None, :]).flatten(-2)
         present = [p for p in parameters if p is not None]
         packed = torch.cat([p.reshape(-1) for p in (*present, norm_weight)])
+        if writes and memory.dtype == torch.uint8:
+            stored, units = stored8.store(out.memory)
+            return stored, out.x, units, packed
         if writes:
             return out.memory, out.x, None, packed
         return None, out.x, torch.cat([after, k], dim=-1), packed
@@ -381,10 +387,12 @@ class SlowKernels:
         return memory.grad, y.grad, torch.nn.functional.pad(d_parameters, (0, size - len(d_parameters)))  # fmt: skip
 
 
-@pytest.fixture
-def windowed(monkeypatch):
+@pytest.fixture(params=["model", "float8"])
+def windowed(monkeypatch, request):
     """A model of 7 boundaries whose second to last run in windows of 3."""
-    config = helpers.tiny_config(LDMConfig(window=3), d_model=64, eps=EPS)
+    config = helpers.tiny_config(
+        LDMConfig(window=3, memory_dtype=request.param), d_model=64, eps=EPS
+    )
     slow = SlowKernels(config.depth, 64)
     monkeypatch.setattr(ops, "_launch_window_forward", slow.forward)
     monkeypatch.setattr(ops, "_launch_window_backward", slow.backward)
@@ -398,6 +406,7 @@ def windowed(monkeypatch):
 
     def build(checkpointing: dict[str, Any] | None = None):
         model = config.build(init_device="meta")
+        assert all(b.stores8 == (request.param == "float8") for b in model.boundaries())
         if checkpointing:
             model.apply_activation_checkpointing(**checkpointing)
         model.init_weights(device=torch.device("cpu"), max_seq_len=16)
@@ -423,8 +432,26 @@ def test_a_window_changes_no_gradient(windowed, monkeypatch):
     monkeypatch.undo()
     reference = helpers.tiny_config(LDMConfig(), d_model=64, eps=EPS).build()
     reference.load_state_dict(model.state_dict())
+    if model.depth.memory_dtype == "float8":
+        expected = gradients(reference, ids)
+        # Rounding to FP8 is no small thing: these are far from equal without it in the reference.
+        with pytest.raises(AssertionError):
+            helpers.assert_same_gradients(mine, expected, 2e-3)
+        for boundary in list(reference.boundaries())[::3]:
+            boundary.register_forward_hook(rounds_to_8_bits)
+        # A number in the middle between two of FP8 may go either way: one of the 16,000 is 6e-4 of its row's RMS.
+        helpers.assert_same_gradients(mine, gradients(reference, ids), 2e-4)
+        assert helpers.relative_error(logits, reference(ids)) < 1e-4
+        return
     helpers.assert_same_gradients(mine, gradients(reference, ids), 2e-5)
     assert helpers.relative_error(logits, reference(ids)) < 1e-5
+
+
+def rounds_to_8_bits(module, arguments, out):
+    (memory, *rest), x = out
+    stored, units = stored8.store(memory.detach())
+    rounded = stored8.decode(stored) * units[..., None]
+    return (memory + (rounded - memory.detach()), *rest), x
 
 
 @pytest.mark.parametrize(
@@ -459,12 +486,13 @@ def test_a_window_keeps_the_memory_once(windowed):
     """Boundary 0's memory and those of boundaries 3 and 6; the state's outputs are those that are saved anyway."""
     model, ids = windowed(), helpers.tokens()
     d_k, n = model.depth.d_k, ids.numel() * 64
+    in_units = model.depth.memory_dtype == "float8"
     memories, outputs = set(), set()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
         if t.shape == (*ids.shape, d_k, 64):
-            assert storage.nbytes() == 4 * n * d_k
+            assert storage.nbytes() == (1 if in_units else 4) * n * d_k
             memories.add(storage.data_ptr())
         return t
 
@@ -482,9 +510,17 @@ def test_a_window_keeps_the_memory_once(windowed):
         len(memories) == 2
     )  # boundary 0's and 3's; 6 is the last one, and nobody reads its memory
     states = [state for _, state in y_seen]
-    assert [len(s) for s in states] == [1, 3, 4, 1, 3, 4, 1]
+    if in_units:
+        assert [len(s) for s in states] == [1, 4, 5, 3, 4, 5, 3]
+        # The first of the state has a gradient and no memory.
+        assert all(s[0].untyped_storage().nbytes() == 4 for s in states[1:])
+        at = 2
+    else:
+        assert [len(s) for s in states] == [1, 3, 4, 1, 3, 4, 1]
+        at = 0
+    for i in (2, 4, 5) if in_units else (1, 2, 4, 5):
+        assert states[i][at].data_ptr() == states[i - 1][at].data_ptr()
     for i in (1, 2, 4, 5):
-        assert states[i][0].data_ptr() == states[i - 1][0].data_ptr()
         assert states[i][-1].data_ptr() == y_seen[i][0].data_ptr()
         outputs.add(states[i][-1].requires_grad)
     assert outputs == {False}
@@ -509,6 +545,65 @@ def test_what_is_traced_stores_the_memory():
             (*state, y), y, module.ldm_parameters, module.options_code, gain, EPS, 4
         )
     assert [t.shape for t in new] == [state[0].shape] and x.shape == y.shape
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
+def test_memories_in_fp8(scale):
+    """Rounded to nearest even, in units of powers of two, and stored as the kernels read it."""
+    memory = scale * torch.randn(5, 3, 8, 192, generator=torch.Generator().manual_seed(1))
+    memory[0, 0, 0] = 0
+    memory[0, 0, 1, 3:] = 0  # few large numbers
+    stored, units = stored8.store(memory)
+    decoded = stored8.decode(stored) * units[..., None]
+    exact = memory.double()
+    fine = memory.square().mean(-1) > 0
+    check_stored8(decoded.double()[fine], exact[fine], units.double()[fine])
+    assert not decoded[0, 0, 0].any()
+    ordered = (memory / units[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(stored[..., 0::4], ordered[..., 0::4])
+    assert torch.equal(stored[..., 1::4], ordered[..., 2::4])
+    assert torch.equal(stored[..., 2::4], ordered[..., 1::4])
+    assert torch.equal(stored[..., 3::4], ordered[..., 3::4])
+
+
+@pytest.mark.parametrize("d", [64, 192, 1024])
+def test_the_kernel_of_the_first_memory(d):
+    """In Triton's interpreter, or on a GPU: the bytes that PyTorch gives, and units but for where the RMS is a power of two."""
+    memory = torch.randn(5, 8, d, generator=torch.Generator().manual_seed(1)).bfloat16()
+    memory[0, 0], memory[1] = 0, 1e4 * memory[1]
+    memory[2, :, 5:] = 0  # beyond 448 units, and exact zeros
+    # Numbers in the middle between two of FP8, normal ones and the smallest.
+    memory[3, 0] = torch.where(torch.arange(d) % 2 == 0, 17.0, 8.0)
+    expected, units = stored8.store(memory)
+    memory = memory.to("cuda" if torch.cuda.is_available() else "cpu")
+    mine, mine_units = (t.cpu() for t in stored8.store_on_gpu(memory))
+    assert torch.equal(mine, expected) and torch.equal(mine_units, units)
+
+
+def test_every_byte_of_fp8_comes_back():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()]
+    again = stored8.decode(stored8.encode(numbers[: len(numbers) // 4 * 4]))
+    assert torch.equal(again, numbers[: len(again)])
+
+
+def test_the_option_memory_dtype(monkeypatch):
+    with pytest.raises(OLMoConfigurationError, match=r"memory_dtype=float8.*needs a window"):
+        LDMConfig(memory_dtype="float8", window=1)
+    assert boundary(memory_dtype="float8").stores8 and not boundary().stores8
+    assert not boundary(memory_dtype="float8", d_k=16).stores8  # no windows there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    module = boundary(d_k=16, memory_dtype="float8", backend="fast")
+    with pytest.raises(OLMoConfigurationError, match=r"memory_dtype = float8 needs a window"):
+        module.select_backend(torch.device("cuda"), torch.bfloat16)
+    specs = launch_table.specs("sm_90a", 1024, 8, "two_sigmoid", "dynamic", 4, stored8=True)
+    assert all(s.stored8 for s in specs if s.direction != "finish") and len(specs) == 13
+    for s in specs[:-1]:
+        assert s.memory_row_bytes % 128 == 32 and (s.rows_shift + s.d_k * s.row_bytes) % 128 == 0
+        bf16 = dataclasses.replace(s, stored8=False)
+        assert bf16.copied_bytes - s.copied_bytes == s.d_k * s.columns
+        assert s.shared["size"] <= SHARED_BYTES and s.stages >= bf16.stages
 
 
 def test_the_option_window(monkeypatch):
@@ -565,7 +660,10 @@ class Emulated:
             for name, p in self.module.named_parameters():
                 p.add_(normal(*p.shape) * (1.5 * d**-0.5 if name.startswith("w_") else 0.5))
         memory = normal(1, n_tokens, 1, d) + 0.5 * normal(1, n_tokens, d_k, d)
-        self.sources = {"memory": memory.bfloat16(), "y": normal(1, n_tokens, d).bfloat16()}
+        self.stored = memory.bfloat16()
+        if forward.stored8:
+            self.stored = stored8.encode(10 * memory)
+        self.sources = {"memory": self.stored, "y": normal(1, n_tokens, d).bfloat16()}
         self.earlier = [normal(1, n_tokens, d).bfloat16() for _ in range(forward.earlier)]
         # D, then c of each earlier output
         self.window = torch.rand(1, n_tokens, 1 + forward.earlier, d_k, generator=generator)
@@ -580,8 +678,10 @@ class Emulated:
 
     def truth(self) -> dict[str, torch.Tensor]:
         module = self.module.double()
-        memory, y = (t.double() for t in self.sources.values())
-        if self.earlier:
+        memory, y = self.stored.double(), self.sources["y"].double()
+        if self.forward.stored8:
+            memory = stored8.decode(self.stored).double()
+        if self.forward.composed:
             held = self.window.double()
             memory = memory * held[..., 0, :, None]
             for i, other in enumerate(self.earlier, start=1):
@@ -589,7 +689,8 @@ class Emulated:
         memory, y, gain = (t.requires_grad_() for t in (memory, y, self.gain.double()))
         (new_memory,), x, _, coefficients = module.reference((memory,), y, gain)
         forget = coefficients.get("forget", torch.ones(1)).detach()
-        before = self.window if self.earlier else self.window.new_ones(self.window.shape)
+        composed = self.forward.composed
+        before = self.window if composed else self.window.new_ones(self.window.shape)
         after = [before * forget[..., None, :], coefficients["key"].detach()[..., None, :]]
         outputs, grads = [x], [self.d_x.double()]
         if self.backward is None or self.backward.memory_gradient:
@@ -611,7 +712,8 @@ class Emulated:
         addresses: dict[str, int] = {}
 
         def add(name: str, t: torch.Tensor) -> None:
-            bits = t.contiguous().view(torch.int16 if t.dtype == torch.bfloat16 else torch.int32)
+            kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+            bits = t.contiguous().view(kinds[t.element_size()])
             arrays[name] = bits.numpy().copy()
             addresses[name] = memory.add(arrays[name])
 
@@ -632,7 +734,11 @@ class Emulated:
             add(name, t)
         empty("saved", n, s.saved_columns)
         empty("extra", n, s.extra_columns)
-        empty("new memory", 1, n, d_k, d, dtype=bf16)
+        if s.stored8:
+            add("new memory", torch.full((1, n, d_k, d), 0x7F, dtype=torch.uint8))
+            empty("units", 1, n, d_k)
+        else:
+            empty("new memory", 1, n, d_k, d, dtype=bf16)
         empty("x", 1, n, d, dtype=bf16)
         earlier = [f"y_{i}" for i in range(s.earlier)]
         for name, t in zip(earlier, self.earlier, strict=True):
@@ -641,14 +747,18 @@ class Emulated:
         empty("new window", 1, n, 2 + s.earlier, d_k)
         in_place = not s.saves
         out = "memory" if in_place else "new memory"
-        before = "window" if s.earlier else 0
+        before = "window" if s.composed else 0
+        after = "new window" if not s.writes else "units" if s.stored8 else 0
         launch(
             s, clusters * s.cluster,
             "memory", "y", "packed", "saved" if s.saves else 0, "extra" if s.extra else 0,
-            out if s.writes else 0, "x", before, 0 if s.writes else "new window", *earlier, n, EPS,
+            out if s.writes else 0, "x", before, after, *earlier, n, EPS,
         )  # fmt: skip
         results = {"x": get("x", bf16)}
-        if s.writes:
+        if s.writes and s.stored8:
+            results["new memory"] = stored8.decode(get(out, torch.uint8)) * get("units")[..., None]
+            self.units = get("units")
+        elif s.writes:
             results["new memory"] = get(out, bf16)
         else:
             results["coefficients"] = get("new window")
@@ -732,6 +842,31 @@ class Emulated:
         # Seven outputs of eight rows: all rows that a lane's first column can be have one.
         (3, 1, {"d": 64, "d_k": 8, "earlier": 6, "writes": False}, {}),
         (5, 2, {"d": 128, "d_k": 8, "writes": False, "forget": "none"}, None),
+        # The stored memory in FP8: a window's first boundary, one in the middle, and last ones, which store it again.
+        (5, 2, {"d": 128, "d_k": 8, "stored8": True, "writes": False}, {}),
+        (
+            9,
+            1,
+            {
+                "d": 256,
+                "d_k": 8,
+                "tokens": 4,
+                "cluster": 2,
+                "earlier": 1,
+                "writes": False,
+                "stored8": True,
+            },
+            {"tokens": 2, "dots_warps": 4},
+        ),
+        (
+            9,
+            1,
+            {"d": 128, "d_k": 8, "tokens": 4, "earlier": 3, "stored8": True, "max_stages": 2},
+            {"tokens": 2, "memory_gradient": False},
+        ),
+        # Four columns for each thread of the backward, and widths that 8 warps do not share evenly.
+        (3, 1, {"d": 640, "d_k": 4, "tokens": 2, "earlier": 2, "stored8": True}, {"tokens": 4}),
+        (3, 1, {"d": 576, "d_k": 8, "stored8": True}, {"cluster": 3}),
     ],
     ids=str,
 )
@@ -747,11 +882,23 @@ def test_kernels_in_an_emulator(n_tokens, clusters, forward, backward):
             assert not t.any()
             continue
         bound = 2.5e-3 if t.dtype == torch.bfloat16 else 2e-5
-        assert relative_rms(t, truth[name]) < bound, name
+        if name == "new memory" and spec.stored8:
+            check_stored8(t, truth[name], case.units)
+        else:
+            assert relative_rms(t, truth[name]) < bound, name
         assert torch.equal(t, again[name]), f"{name} depends on the order of the warps"
     assert (
         set(truth) - set(results) == {"coefficients" if spec.writes else "new memory"} or not other
     )
+
+
+def check_stored8(decoded: torch.Tensor, exact: torch.Tensor, units: torch.Tensor) -> None:
+    """Rounded to nearest: a 16th of the number at most, and half of the smallest step; units are powers of two, 1/8 to 1/16 of the RMS."""
+    rms = exact.square().mean(dim=-1).sqrt()
+    assert torch.equal(units, torch.exp2(torch.log2(units).round()))
+    assert ((rms / units > 7.99) & (rms / units < 16.01)).all()
+    step = torch.maximum(exact.abs() / 16, 2.0**-10 * units[..., None])
+    assert ((decoded - exact).abs() <= 1.001 * step + 1e-6 * rms[..., None]).all()
 
 
 CUOBJDUMP = "backends/nvidia/bin/cuobjdump"

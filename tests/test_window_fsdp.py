@@ -21,9 +21,11 @@ CPU = torch.device("cpu")
 WORLD_SIZE, MICRO_BATCHES = 2, 2
 
 
-def install_slow_kernels():
+def install_slow_kernels(memory_dtype: str = "model"):
     """A model whose windows of 3 end in the middle of a block; this process keeps the slow kernels."""
-    config = helpers.tiny_config(LDMConfig(window=3), d_model=64, eps=EPS)
+    config = helpers.tiny_config(
+        LDMConfig(window=3, memory_dtype=memory_dtype), d_model=64, eps=EPS
+    )
     slow = SlowKernels(config.depth, 64)
     ops._launch_window_forward = slow.forward
     ops._launch_window_backward = slow.backward
@@ -48,7 +50,7 @@ def gradients(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def work(rank: int, checkpointing: bool, port: int) -> None:
+def work(rank: int, checkpointing: bool, memory_dtype: str, port: int) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -57,7 +59,7 @@ def work(rank: int, checkpointing: bool, port: int) -> None:
     }
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    config = install_slow_kernels()
+    config = install_slow_kernels(memory_dtype)
     sharded, alone = (config.build(init_device="meta") for _ in range(2))
     if checkpointing:
         sharded.apply_activation_checkpointing(mode="full")
@@ -73,9 +75,11 @@ def work(rank: int, checkpointing: bool, port: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_processes_have_the_gradients_of_one(checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "memory_dtype"), [(False, "model"), (True, "model"), (True, "float8")]
+)
+def test_two_processes_have_the_gradients_of_one(checkpointing, memory_dtype):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(work, args=(checkpointing, port), nprocs=WORLD_SIZE)
+    mp.spawn(work, args=(checkpointing, memory_dtype, port), nprocs=WORLD_SIZE)

@@ -86,6 +86,7 @@ class LDMBoundary(DepthBoundary):
                     self.w_beta = parameter(d)
                     self.b_beta = parameter(1)
         self.window = launch_table.window(d, K, config.window)
+        self.stores8 = self.window > 1 and config.memory_dtype == "float8"
         self.options_code = BoundaryOptions.of(config, self.writes).code
         self.infers_fast = False
         """Whether the fast_inference backend runs where there are no gradients."""
@@ -275,6 +276,7 @@ class LDMBoundary(DepthBoundary):
                     norm_weight,
                     self.eps,
                     self.window,
+                    self.stores8,
                 )
             new_memory, x = fast_ops.boundary(
                 state[0], y, self.ldm_parameters, self.options_code, norm_weight, self.eps

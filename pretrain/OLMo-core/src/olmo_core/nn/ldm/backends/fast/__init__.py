@@ -83,6 +83,11 @@ def unavailable(
             f"its kernels have no window of {config.window} boundaries for d_k {config.d_k}: it takes up to "
             f"{launch_table.MAX_WINDOW[config.d_k]}"
         )
+    stores8 = config.memory_dtype == "float8"
+    if by_name and stores8 and window == 1:
+        return (
+            f"memory_dtype = float8 needs a window, and its kernels have none for d_k {config.d_k}"
+        )
     if not by_name and not launch_table.timed(architecture, d_model, config.d_k):
         return f"d_model {d_model} with d_k {config.d_k} was not timed on {architecture}"
     if cache.dsl_version() is None:
@@ -93,6 +98,7 @@ def unavailable(
             str(config.key_activation),
             str(config.forget),
             window,
+            stores8 and window > 1,
         )
         if not all(cache.has(s, architecture) for s in specs):
             return "nvidia-cutlass-dsl (the extra 'cute') is not installed and no compiled kernels were found"

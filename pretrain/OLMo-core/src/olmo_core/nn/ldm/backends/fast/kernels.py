@@ -91,12 +91,15 @@ class Kernel:
             ptx.barrier_wait(base + self.barriers["empty"] + 8 * stage, (i // s.stages + 1) & 1)
             tile = base + self.shared["ring"] + stage * s.tile_bytes
             with cute.arch.elect_one():
-                ptx.barrier_expect(full, here * (s.rows * row_bytes))
+                ptx.barrier_expect(full, here * s.copied_bytes)
                 for t in cutlass.range(here, unroll=1):
                     vector = 2 * (Int64(token + t) * s.d + rank * s.columns)
                     matrix = 2 * (Int64(token + t) * (s.d_k * s.d) + rank * s.columns)
                     place = tile + t * s.token_bytes
-                    rows = [sources[0] + (matrix + 2 * slot * s.d) for slot in range(s.d_k)]
+                    stored, size = matrix, 2
+                    if cutlass.const_expr(s.stored8):
+                        stored, size = Int64(token + t) * (s.d_k * s.d) + rank * s.columns, 1
+                    rows = [sources[0] + (stored + size * slot * s.d) for slot in range(s.d_k)]
                     rows.append(sources[1] + vector)
                     if cutlass.const_expr(s.direction == "backward"):
                         rows.append(sources[2] + vector)
@@ -105,8 +108,12 @@ class Kernel:
                                 sources[3] + (matrix + 2 * slot * s.d) for slot in range(s.d_k)
                             ]
                     rows += [earlier[e] + vector for e in range(s.earlier)]
-                    for row in range_constexpr(s.rows):
-                        ptx.copy_to_shared(place + row * s.row_bytes, rows[row], row_bytes, full)
+                    for row in range_constexpr(s.d_k):
+                        at = place + row * s.memory_row_bytes
+                        ptx.copy_to_shared(at, rows[row], size * s.columns, full)
+                    for row in range_constexpr(s.d_k, s.rows):
+                        at = place + (row * s.row_bytes + s.rows_shift)
+                        ptx.copy_to_shared(at, rows[row], row_bytes, full)
 
     @cute.jit
     def take_registers(self, role: cutlass.Constexpr):
@@ -133,11 +140,19 @@ class Kernel:
     def load_fragment(self, tile, token, row, mask):
         """8 columns of a row, as the fragments ``b`` of the two halves of a step."""
         s = self.spec
-        values = ptx.load_shared_4(tile + token * s.token_bytes + row * s.row_bytes)
+        values = ptx.load_shared_4(tile + token * s.token_bytes + row * s.row_bytes + s.rows_shift)
         return values if mask is None else tuple(v & mask for v in values)
 
-    def load_memory(self, tile, g, mask, first_row: int = 0) -> list:
-        """One for each tile of 8 memory rows."""
+    def load_stored(self, tile, token, row, mask):
+        """The same of a row of the stored memory in FP8."""
+        s = self.spec
+        words = ptx.load_shared_2(tile + token * s.token_bytes + row * s.memory_row_bytes)
+        if mask is not None:
+            words = tuple(w & mask for w in words)
+        return (*ptx.unpack8(words[0]), *ptx.unpack8(words[1]))
+
+    def load_memory(self, tile, column, g, mask, first_row: int = 0) -> list:
+        """One for each tile of 8 rows of the memory, or of its gradient."""
         out = []
         for t in range(self.memory_tiles):
             if self.spec.d_k == 8:
@@ -146,7 +161,10 @@ class Kernel:
                 token, row = 2 * t + g // 4, g % 4
             else:
                 token, row = t // 2, 8 * (t % 2) + g
-            out.append(self.load_fragment(tile, token, first_row + row, mask))
+            if self.spec.stored8 and first_row == 0:
+                out.append(self.load_stored(tile + column, token, row, mask))
+            else:
+                out.append(self.load_fragment(tile + 2 * column, token, first_row + row, mask))
         return out
 
     def output_of(self, g):
@@ -200,7 +218,7 @@ class Kernel:
     def load_window(self, coefficients, token, slot) -> list:
         """``D`` and ``c_1 ..`` of one slot of the memory as it was before."""
         s = self.spec
-        if not s.earlier:
+        if not s.composed:
             return []
         here = coefficients + Int64(4) * (Int64(token) * (s.outputs * s.d_k) + slot)
         return [ptx.load_global_float(here + 4 * s.d_k * e) for e in range(s.outputs)]
@@ -246,12 +264,31 @@ class Kernel:
                     sums = [a + b for a, b in zip(sums, more, strict=True)]
                 ptx.store_shared_float_4(total + 16 * v, sums)
 
+    @staticmethod
+    def unit_of(mean_square):
+        """
+        The unit of a stored row, and one over it: a power of two, an eighth to a sixteenth of its RMS. e4m3 holds 448 units, 28 times the RMS
+        or more, in steps of 2^-9 near zero.
+        """
+        mean_square = ptx.maximum(mean_square, Float32(1e-30))
+        eighth = Float32(0.125) * (mean_square * ptx.rsqrt(mean_square))
+        bits = ptx.as_bits(eighth) & Uint32(0x7F800000)
+        return ptx.as_float(bits), ptx.as_float(Uint32(0x7F000000) - bits)
+
     def key(self, z):
         s = self.spec
         if s.key_activation == "two_sigmoid":
             return Float32(2.0) * ptx.sigmoid(z)
         e = ptx.exp(z - max_over(z, s.d_k))
         return Float32(s.d_k) * e * ptx.reciprocal(sum_over(e, s.d_k))
+
+
+def of_memory(held, of_stored, of_outputs):
+    """A product with a row of the memory, ``D A + sum_e c_e y_e``, from those with ``A`` and with the outputs, of which ``y`` is the first."""
+    out = held[0] * of_stored
+    for c, value in zip(held[1:], of_outputs[1:], strict=True):
+        out = out + c * value
+    return out
 
 
 class Rows(NamedTuple):
@@ -481,7 +518,7 @@ class Forward(Kernel):
                 mask = Uint32(0) - Uint32(Int32(inside))
 
             outputs = self.load_outputs(tile + 2 * column, g, mask)
-            memory = self.load_memory(tile + 2 * column, g, mask)
+            memory = self.load_memory(tile, column, g, mask)
             w = weights[j]
             for h in range_constexpr(2):
                 p, q = 2 * h, 2 * h + 1
@@ -646,9 +683,13 @@ class Forward(Kernel):
             if cutlass.const_expr(s.columns % 256 != 0):
                 valid = valid & (column < s.columns)
             if valid:
-                rows = tile + t * s.token_bytes + 2 * column
+                stored = tile + t * s.token_bytes
+                rows = stored + (2 * column + s.rows_shift)
                 coefficients = self.coefficients_of(base, i, t)
-                out = memory_out + 2 * (Int64(token) * (K * s.d) + rank * s.columns + column)
+                out = Int64(token) * (K * s.d) + rank * s.columns + column
+                if cutlass.const_expr(not s.stored8):
+                    out = 2 * out
+                out = memory_out + out
                 v = load_pairs(rows + K * s.row_bytes)
                 wy = ptx.load_shared_float(coefficients + 4 * K * s.slot_floats)
                 h = [wy * f for f in v]
@@ -662,18 +703,27 @@ class Forward(Kernel):
                 if cutlass.const_expr(not s.writes):
                     reads = load_row(coefficients, K)
                 for slot in range_constexpr(K):
-                    row = load_pairs(rows + slot * s.row_bytes)
+                    if cutlass.const_expr(s.stored8):
+                        words = ptx.load_shared_2(stored + (slot * s.memory_row_bytes + column))
+                        row = [f for w in words for p in ptx.unpack8(w) for f in ptx.unpack(p)]
+                    else:
+                        row = load_pairs(rows + slot * s.row_bytes)
                     if cutlass.const_expr(not s.writes):
                         h = [hc + reads[slot] * r for hc, r in zip(h, row, strict=True)]
                     else:
                         own = coefficients + 4 * s.slot_floats * slot
-                        a, k, w, _ = ptx.load_shared_float_4(own)
+                        a, k, w, per_unit = ptx.load_shared_float_4(own)
                         h = [hc + w * r for hc, r in zip(h, row, strict=True)]
                         new = [a * r + k * f for r, f in zip(row, v, strict=True)]
                         held = load_row(own + 16, s.slot_floats - 4)
                         for e in range_constexpr(s.earlier):
                             new = [n + held[e] * f for n, f in zip(new, earlier[e], strict=True)]
-                        ptx.store_global_4(out + (2 * slot * s.d), pack_pairs(new))
+                        if cutlass.const_expr(s.stored8):
+                            new = [per_unit * n for n in new]
+                            words = (ptx.pack8(new[:4]), ptx.pack8(new[4:]))
+                            ptx.store_global_2(out + slot * s.d, words)
+                        else:
+                            ptx.store_global_4(out + (2 * slot * s.d), pack_pairs(new))
                 gain = base + self.shared["gain"] + 4 * column
                 gains = [*ptx.load_shared_float_4(gain), *ptx.load_shared_float_4(gain + 16)]
                 h = [hc * f for hc, f in zip(h, gains, strict=True)]
@@ -754,7 +804,7 @@ class Forward(Kernel):
                 # S' = D' A + sum_e c'_e y_e, with y the first of the outputs
                 kept = [a * f for f in held]
                 D = a
-                if cutlass.const_expr(s.earlier > 0):
+                if cutlass.const_expr(s.composed):
                     D = kept[0]
                 new = [k, *kept[1:]]
                 # m = (sum_t D'_t A_t + sum_e mu_e y_e) / K
@@ -785,7 +835,14 @@ class Forward(Kernel):
                 if cutlass.const_expr(not s.writes):
                     ptx.store_shared_float(own, w * rstd_h, predicate=lane < K)
                 else:
-                    quad = (D, k, w * rstd_h, Float32(0.0))
+                    unit = per_unit = Float32(0.0)
+                    if cutlass.const_expr(s.stored8):
+                        diagonal = ptx.load_shared_float(total + 4 * (p["gram"] + (K + 1) * slot))
+                        square = D * D * diagonal + Float32(2.0) * D * dot(new, sy)
+                        for f in range_constexpr(s.outputs):
+                            square = square + new[f] * dot(new, yy[f])
+                        unit, per_unit = self.unit_of(square * inverse_d)
+                    quad = (D, k, w * rstd_h, per_unit)
                     ptx.store_shared_float_4(own, quad, predicate=lane < K)
                     for f in range_constexpr(s.earlier):
                         ptx.store_shared_float(own + 16 + 4 * f, new[1 + f], predicate=lane < K)
@@ -796,6 +853,9 @@ class Forward(Kernel):
 
                 first_lane = (token < n_tokens) & (rank == 0)
                 mine = first_lane & (lane < K)
+                if cutlass.const_expr(s.writes and s.stored8):
+                    own = window[1] + Int64(4) * (Int64(token) * K + slot)
+                    ptx.store_global_float(own, unit, mine)
                 if cutlass.const_expr(not s.writes):
                     own = window[1] + Int64(4) * (Int64(token) * ((1 + s.outputs) * K) + slot)
                     ptx.store_global_float(own, D, mine)
@@ -824,10 +884,9 @@ class Forward(Kernel):
                             )
                         for f in range_constexpr(s.outputs):
                             ptx.store_global_float(own + 4 * K * (K + f), y_query[f], mine)
-                        if cutlass.const_expr(s.earlier > 0):
-                            # Of the memory, which is D A + sum_e c_e y_e.
-                            s_h = held[0] * s_h + dot(held[1:], y_h[1:])
-                            s_m = held[0] * s_m + dot(held[1:], y_m[1:])
+                        if cutlass.const_expr(s.composed):
+                            s_h = of_memory(held, s_h, y_h)
+                            s_m = of_memory(held, s_m, y_m)
                         ptx.store_global_float(own + 4 * s.extra_s_h, s_h, mine)
                         ptx.store_global_float(own + 4 * (s.extra_s_h + K), s_m, mine)
                         ptx.store_global_float(here + 4 * s.extra_y_h, y_h[0], first_lane)
@@ -1048,11 +1107,11 @@ class Backward(Kernel):
                 column = column * Int32(inside)
                 mask = Uint32(0) - Uint32(Int32(inside))
             outputs = self.load_outputs(tile + 2 * column, g, mask)
-            memory = self.load_memory(tile + 2 * column, g, mask)
+            memory = self.load_memory(tile, column, g, mask)
             xs = self.load_scaled(base, tile, column, g, mask)
             ds = memory
             if cutlass.const_expr(s.memory_gradient):
-                ds = self.load_memory(tile + 2 * column, g, mask, K + 2)
+                ds = self.load_memory(tile, column, g, mask, K + 2)
             for h in range_constexpr(2):
                 p, q = 2 * h, 2 * h + 1
                 for t in range_constexpr(self.memory_tiles):
@@ -1132,7 +1191,8 @@ class Backward(Kernel):
         K = s.d_k
         width = s.columns_per_thread
         stage = i % s.stages
-        tile = base + self.shared["ring"] + stage * s.tile_bytes + 2 * column
+        ring = base + self.shared["ring"] + stage * s.tile_bytes
+        tile = ring + (2 * column + s.rows_shift)
         if cutlass.const_expr(s.dots_warps > 0):
             # Other warps have waited for the copies; who reads them waits himself.
             ptx.barrier_wait(base + self.barriers["full"] + 8 * stage, (i // s.stages) & 1)
@@ -1159,7 +1219,11 @@ class Backward(Kernel):
                 for slot in range_constexpr(K):
                     a, k, w, q = ptx.load_shared_float_4(place + 32 * slot)
                     c, e, f, D = ptx.load_shared_float_4(place + 32 * slot + 16)
-                    row = self.load_row(rows + slot * s.row_bytes)
+                    if cutlass.const_expr(s.stored8):
+                        at = ring + (t * s.token_bytes + slot * s.memory_row_bytes)
+                        row = self.load_stored_columns(at, column)
+                    else:
+                        row = self.load_row(rows + slot * s.row_bytes)
                     for x in range_constexpr(width):
                         h[x] = h[x] + w * row[x]
                         m[x] = m[x] + D * row[x]
@@ -1196,6 +1260,15 @@ class Backward(Kernel):
                 self.store_row(d_y + 2 * (Int64(token) * s.d + rank * s.columns + column), dy)
         cute.arch.sync_warp()
         ptx.barrier_arrive(base + self.barriers["empty"] + 8 * stage, predicate=lane == 0)
+
+    def load_stored_columns(self, row, column) -> list:
+        """A thread's columns of a row of the stored memory in FP8."""
+        if self.spec.columns_per_thread == 2:
+            # Columns 0 and 1 of four, or 2 and 3, whose bytes are one higher.
+            word = ptx.load_shared_bits(row + (column & Int32(-4)))
+            word = word >> Uint32(4 * (column & Int32(2)))
+            return list(ptx.unpack(ptx.unpack8(word)[0]))
+        return [f for p in ptx.unpack8(ptx.load_shared_bits(row + column)) for f in ptx.unpack(p)]
 
     def load_row(self, address) -> list:
         """A thread's columns of a row in shared memory as FP32."""
@@ -1279,15 +1352,15 @@ class Backward(Kernel):
                     + ptx.load_shared_float(of_x + 4 * (s.outputs + e))
                     for e in outputs
                 ]
-                if cutlass.const_expr(s.earlier > 0):
+                if cutlass.const_expr(s.composed):
                     # From the anchor's products to the memory's.
-                    s_x = held[0] * s_x + dot(held[1:], y_x[1:])
+                    s_x = of_memory(held, s_x, y_x)
                     if cutlass.const_expr(s.memory_gradient):
                         more = [
                             ptx.load_shared_float(total + 4 * (p["y"] + K * (1 + e) + slot))
                             for e in range(s.earlier)
                         ]
-                        s_g = held[0] * s_g + dot(held[1:], more)
+                        s_g = of_memory(held, s_g, [y_g, *more])
 
                 # The coefficients again.
                 a, closed = Float32(1.0), Float32(0.0)
@@ -1318,11 +1391,11 @@ class Backward(Kernel):
                 gamma = rstd_m * rstd_m * inner * Float32(1.0 / (s.d * K))
                 spread_c = spread(c, K)
                 s_query = dot(spread_c, query_column)
-                if cutlass.const_expr(s.earlier > 0):
-                    more = [sum_over(c * y_query[1 + e], K) for e in range(s.earlier)]
-                    s_query = held[0] * s_query + dot(held[1:], more)
+                of_query = [sum_over(c * y_query[e], K) for e in outputs]
+                if cutlass.const_expr(s.composed):
+                    s_query = of_memory(held, s_query, of_query)
                 s_u = s_query * Float32(1.0 / K) - gamma * s_m
-                y_u = sum_over(c * y_query[0], K) * Float32(1.0 / K) - gamma * y_m
+                y_u = of_query[0] * Float32(1.0 / K) - gamma * y_m
 
                 # Key and forget gate.
                 dk = y_g + q * y_dh + y_u
@@ -1340,7 +1413,7 @@ class Backward(Kernel):
                 place = self.coefficients_of(base, i, t)
                 mine = lane < K
                 D = a
-                if cutlass.const_expr(s.earlier > 0):
+                if cutlass.const_expr(s.composed):
                     D = a * held[0]
                 ptx.store_shared_float_4(place + 32 * slot, (a, k, q * D, q), mine)
                 dz = (c, dz_key * rstd_y, dz_forget * rstd_y, D)

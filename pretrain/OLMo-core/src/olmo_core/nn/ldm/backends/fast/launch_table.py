@@ -285,6 +285,7 @@ def spec_of(
     saves: bool = True,
     earlier: int = 0,
     writes: bool = True,
+    stored8: bool = False,
 ) -> Spec:
     return Spec(
         direction,
@@ -300,6 +301,7 @@ def spec_of(
         saves=saves,
         earlier=earlier,
         writes=writes,
+        stored8=stored8,
         dots_warps=launch.dots_warps,
     )
 
@@ -330,7 +332,13 @@ def spec(
 
 
 def specs(
-    architecture: str, d: int, d_k: int, key_activation: str, forget: str, window: int = 1
+    architecture: str,
+    d: int,
+    d_k: int,
+    key_activation: str,
+    forget: str,
+    window: int = 1,
+    stored8: bool = False,
 ) -> list[Spec]:
     """All kernels that the boundaries of these options need; empty if the shape has none."""
     if rule("forward", d, d_k) is None:
@@ -338,9 +346,10 @@ def specs(
     wanted: list[Spec | None] = []
     for earlier in range(window):
         values: dict[str, Any] = {"earlier": earlier, "writes": earlier == window - 1}
+        values["stored8"] = stored8
         wanted.append(spec(architecture, "forward", d, d_k, key_activation, forget, **values))
         for memory_gradient in (True, False):
-            values = {"memory_gradient": memory_gradient, "earlier": earlier}
+            values = {"memory_gradient": memory_gradient, "earlier": earlier, "stored8": stored8}
             wanted.append(spec(architecture, "backward", d, d_k, key_activation, forget, **values))
     if window == 1:
         wanted.append(spec(architecture, "forward", d, d_k, key_activation, forget, saves=False))

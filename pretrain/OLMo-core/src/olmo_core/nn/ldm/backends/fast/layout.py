@@ -52,6 +52,12 @@ class Spec:
     writes: bool = True
     """Forward: store the new memory; without, ``D`` and ``c`` of the new memory instead."""
 
+    stored8: bool = False
+    """
+    The stored memories are FP8 (e4m3), each row in a unit of its own, a power of two: a window begins with ``D`` equal to that, and
+    whoever stores a memory writes the units in the place of ``D`` and ``c``.
+    """
+
     dots_warps: int = 0
     """Warps that take the dot products, 0 or 4: without, the 8 main warps take them before they mix the tile before."""
 
@@ -138,6 +144,11 @@ class Spec:
         given = (self.start_registers - self.helper_registers) * 32 * (1 + self.coefficient_warps)
         return min(240, self.start_registers + given // (32 * MAIN_WARPS) // 8 * 8)
 
+    @property
+    def composed(self) -> bool:
+        """The memory is not the stored one: there are ``D`` and ``c``."""
+        return self.earlier > 0 or self.stored8
+
     @cached_property
     def rows(self) -> int:
         """Rows of a token in shared memory: the memory's and ``y``; backward, their gradients too; the window's earlier outputs."""
@@ -223,8 +234,26 @@ class Spec:
         return 2 * self.columns + ROW_PAD
 
     @cached_property
+    def memory_row_bytes(self) -> int:
+        """
+        Of the first ``d_k`` rows. FP8: the 16 lanes of one phase of an 8-byte load read 32 bytes of each of four rows, which are 32 bytes
+        apart from a multiple of 128.
+        """
+        return self.columns + ROW_PAD // 2 if self.stored8 else self.row_bytes
+
+    @cached_property
+    def rows_shift(self) -> int:
+        """Row ``r`` from ``d_k`` on begins ``r * row_bytes`` and this after its token."""
+        return self.d_k * (self.memory_row_bytes - self.row_bytes)
+
+    @cached_property
     def token_bytes(self) -> int:
-        return self.rows * self.row_bytes
+        return self.rows * self.row_bytes + self.rows_shift
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """Of one token, into this block."""
+        return self.columns * (2 * self.rows - self.d_k * self.stored8)
 
     @cached_property
     def tile_bytes(self) -> int:

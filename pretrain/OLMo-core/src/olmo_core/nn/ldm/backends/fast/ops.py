@@ -22,7 +22,7 @@ from ..flexible import ops as flexible
 from ..flexible.options import BoundaryOptions
 from ..reference import LDMParameters
 from . import cache as kernel_cache
-from . import launch_table
+from . import launch_table, stored8
 from .driver import Kernel
 from .layout import FINISH_PARAMETERS, FINISH_THREADS, Spec
 
@@ -71,9 +71,17 @@ def _spec(direction: str, options: str, d: int, device: int, **values: Any) -> S
 
 @cache
 def _forward_plan(
-    options: str, d: int, device: int, saves: bool = True, earlier: int = 0, writes: bool = True
+    options: str,
+    d: int,
+    device: int,
+    saves: bool = True,
+    earlier: int = 0,
+    writes: bool = True,
+    stored8: bool = False,
 ) -> _Plan:
-    spec = _spec("forward", options, d, device, saves=saves, earlier=earlier, writes=writes)
+    spec = _spec(
+        "forward", options, d, device, saves=saves, earlier=earlier, writes=writes, stored8=stored8
+    )
     if spec is None:
         raise RuntimeError(f"LDM's fast backend has no forward kernel for d_model {d}")
     return _Plan(spec, device)
@@ -81,10 +89,18 @@ def _forward_plan(
 
 @cache
 def _backward_plan(
-    options: str, d: int, device: int, memory_gradient: bool, earlier: int = 0
+    options: str,
+    d: int,
+    device: int,
+    memory_gradient: bool,
+    earlier: int = 0,
+    stored8: bool = False,
 ) -> tuple[_Plan, Kernel] | None:
     """``None``: the flexible backend's kernel runs instead."""
-    spec = _spec("backward", options, d, device, memory_gradient=memory_gradient, earlier=earlier)
+    spec = _spec(
+        "backward", options, d, device,
+        memory_gradient=memory_gradient, earlier=earlier, stored8=stored8,
+    )  # fmt: skip
     if spec is None:
         return None
     finish = _spec("finish", options, d, device)
@@ -283,10 +299,13 @@ def _run_forward(
     """
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens, n = y.numel() // d, len(earlier)
+    in_units = memory.dtype == torch.uint8
     x, memory_out, coefficients_out = empty_like(y), None, None
-    if not writes:
-        shape = (*y.shape[:-1], (2 + n) * o.d_k)
+    if not writes or in_units:
+        shape = (*y.shape[:-1], o.d_k if writes else (2 + n) * o.d_k)
         coefficients_out = y.new_empty(shape, dtype=torch.float32)
+    if not writes:
+        pass
     elif not in_place:
         memory_out = empty_like(memory)
     elif not memory.is_contiguous() or memory.data_ptr() % 16:
@@ -294,7 +313,7 @@ def _run_forward(
     else:
         memory_out = memory
     if n_tokens:
-        plan = _forward_plan(options, d, device, saves, n, writes)
+        plan = _forward_plan(options, d, device, saves, n, writes, in_units)
         memory, y = _aligned(memory), _aligned(y)
         outputs = [_aligned(t) for t in earlier]  # kept until the launch
         start = packed.data_ptr()
@@ -333,14 +352,14 @@ def _launch_window_forward(
     writes: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
     """
-    :param memory: The anchor, ``[..., K, D]``.
+    :param memory: The anchor, ``[..., K, D]``; ``uint8``: in FP8, as :mod:`.stored8` has it.
     :param coefficients: ``D`` and ``c`` of each of the ``n`` earlier outputs, ``[..., (1 + n) K]``, FP32; ``None`` at a window's first
-        boundary, whose memory is the anchor.
+        boundary, whose memory is the anchor. With FP8 they are the rows' units there.
     :param earlier: The outputs that the window's boundaries before this one wrote, ``[..., D]``.
     :param writes: Store the new memory.
 
-    :returns: The new memory or ``None``, ``x``, ``None`` or the coefficients ``[..., (2 + n) K]`` of the new memory, and the packed
-        parameters with the saved products.
+    :returns: The new memory or ``None``, ``x``, ``None`` or the coefficients ``[..., (2 + n) K]`` of the new memory (with FP8, if it is
+        stored, its rows' units ``[..., K]``), and the packed parameters with the saved products.
     """
     o, d = BoundaryOptions.decode(options), y.shape[-1]
     n_tokens = y.numel() // d
@@ -375,11 +394,13 @@ def _launch_window_backward(
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     n_parameters = (o.n_rows + 1) * d + o.n_biases
-    d_memory, d_y = empty_like(memory), empty_like(y)
+    d_memory, d_y = empty_like(memory, y.dtype), empty_like(y)
     d_parameters = packed.new_empty(n_parameters)
     if n_tokens == 0:
         return d_memory, d_y, d_parameters.zero_()
-    plans = _backward_plan(options, d, device, d_memory_out is not None, len(earlier))
+    plans = _backward_plan(
+        options, d, device, d_memory_out is not None, len(earlier), memory.dtype == torch.uint8
+    )
     assert plans is not None, "a window has a kernel for each direction"
     plan, finish = plans
     spec, clusters = plan.spec, plan.clusters(n_tokens)
@@ -420,24 +441,27 @@ class _WindowBoundary(EagerFunction):
     """
 
     @staticmethod
-    def forward(ctx, memory, y, coefficients, earlier, *arguments):
+    def forward(ctx, memory, y, coefficients, stored, earlier, *arguments):
         *parameters, norm_weight, eps, options, writes = arguments
+        anchor = memory if stored is None else stored
         memory_out, x, coefficients_out, packed = _launch_window_forward(
-            memory, y, coefficients, earlier, LDMParameters(*parameters), norm_weight, eps, options,
+            anchor, y, coefficients, earlier, LDMParameters(*parameters), norm_weight, eps, options,
             writes,
         )  # fmt: skip
         ctx.options, ctx.has_pending = options, False
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(memory, y, packed, coefficients, *earlier)
-        if coefficients_out is not None:
-            ctx.mark_non_differentiable(coefficients_out)
+        ctx.save_for_backward(anchor, y, packed, coefficients, *earlier)
+        stored_out = None
+        if stored is not None:
+            memory_out, stored_out = None, memory_out
+        ctx.mark_non_differentiable(*(t for t in (coefficients_out, stored_out) if t is not None))
         if memory_out is None:
             # A new tensor of the same storage, for the gradient. Neither the input nor a view of it: FSDP2 warns of views.
             memory_out = memory.new_empty(0).set_(memory)
-        return memory_out, x, coefficients_out
+        return memory_out, x, coefficients_out, stored_out
 
     @staticmethod
-    def backward(ctx, d_memory_out, d_x, _):
+    def backward(ctx, d_memory_out, d_x, *_):
         def launch(memory, y, packed, coefficients, *rest):
             *earlier, d_memory_out, d_x, _, options = rest
             d_memory, d_y, d_parameters = _launch_window_backward(
@@ -448,11 +472,44 @@ class _WindowBoundary(EagerFunction):
         out = flexible._backward_boundary(
             ctx, d_memory_out, d_x, None, launch=launch, op=flexible._refuse_double_backward
         )
-        return *out[:2], None, None, *out[5:14], None, None, None
+        return *out[:2], None, None, None, *out[5:14], None, None, None
 
 
-def _stored(memory: Tensor, coefficients: Tensor, earlier: list[Tensor]) -> Tensor:
+class _Store8(EagerFunction):
+    """The memory in FP8, and a tensor without memory that stands for it: it has the gradient, in the memory's dtype."""
+
+    @staticmethod
+    def forward(ctx, memory):
+        stored, units = stored8.store(memory)
+        ctx.mark_non_differentiable(stored, units)
+        return memory.new_zeros(1).expand(memory.shape), units, stored
+
+    @staticmethod
+    def backward(ctx, d_memory, *_):
+        return d_memory
+
+
+def _parts(state: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+    """Coefficients, the memory in FP8 and the earlier outputs of a window's state; see :func:`window_boundary`."""
+    rest = state[1:]
+    if len(rest) > 1 and rest[1].dtype == torch.uint8:
+        return rest[0], rest[1], list(rest[2:])
+    return (rest[0], None, list(rest[1:])) if rest else (None, None, [])
+
+
+def memory_of(state: tuple[Tensor, ...]) -> Tensor:
+    """The memory that a window's state stands for, with the gradient of its first tensor."""
+    coefficients, stored, earlier = _parts(state)
+    return state[0] if coefficients is None else _stored(state[0], coefficients, earlier, stored)
+
+
+def _stored(
+    memory: Tensor, coefficients: Tensor, earlier: list[Tensor], stored: Tensor | None = None
+) -> Tensor:
     """The memory that an anchor and what came after it stand for, with the anchor's gradient."""
+    if stored is not None:
+        # ``memory`` is zeros.
+        return memory + stored8.load(stored, coefficients, earlier).to(memory.dtype)
     S = upcast(memory.detach())
     held = coefficients.unflatten(-1, (1 + len(earlier), S.shape[-2]))
     new = held[..., 0, :, None] * S
@@ -525,41 +582,56 @@ def window_boundary(
     norm_weight: Tensor,
     eps: float,
     window: int,
+    in_units: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """
     As :func:`boundary`, but the memory is stored by every ``window``-th boundary only.
 
     :param state: ``(S,)``, or ``(S, coefficients, y_1, ..., y_n)`` for the memory ``D S + sum_i c_i y_i`` with ``coefficients``
         ``[..., (1 + n) K]`` FP32 (``D`` first) and ``n < window`` earlier outputs. The gradient of ``S`` is that of this memory;
-        the others have none.
+        the others have none. In FP8 it is ``(S, coefficients, stored, y_1, ..., y_n)``, also with ``n = 0``: ``stored`` ``[..., K, D]``
+        has the memory, as :mod:`.stored8` says, and ``S`` only its shape and gradient.
+    :param in_units: Store memories in FP8.
 
     :returns: The new state and ``x`` ``[..., D]``, BF16.
     :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
     """
-    memory, *rest = state
-    coefficients, earlier = (rest[0], rest[1:]) if rest else (None, [])
     if not is_eager(y):
         # An op must not return one of its inputs; what is traced stores the memory every time.
-        if coefficients is not None:
-            memory = _stored(memory, coefficients, earlier)
+        memory = memory_of(state)
         new_memory, x = boundary(memory, y, parameters, options, norm_weight, eps)
         return (new_memory,), x
+    memory = state[0]
+    coefficients, stored, earlier = _parts(state)
+    if in_units and stored is None:
+        # The model's first memory, or what was traced.
+        memory, coefficients, stored = _Store8.apply(memory_of(state))
+        earlier = []
     writes = len(earlier) == window - 1
-    arguments = (memory, y, coefficients, tuple(earlier))
+    arguments = (parameters, norm_weight, eps, options, writes)
     after: Tensor | None
+    written: Tensor | None
     if torch.is_grad_enabled():
-        memory, x, after = _WindowBoundary.apply(
-            *arguments, *parameters, norm_weight, eps, options, writes
+        memory, x, after, written = _WindowBoundary.apply(
+            memory, y, coefficients, stored, tuple(earlier), *parameters, *arguments[1:]
         )
+        if writes and stored is None:
+            return (memory,), x
     else:
         # The same kernels and the same state as with gradients: what is saved (0.2 vectors) is dropped at once.
+        anchor = memory if stored is None else stored
         written, x, after, _ = _launch_window_forward(
-            *arguments, parameters, norm_weight, eps, options, writes
+            anchor, y, coefficients, tuple(earlier), *arguments
         )
-        return _window_state(memory, y, earlier, written, after), x
-    if after is None:
-        return (memory,), x
-    return (memory, after, *earlier, y.detach()), x
+        if stored is None:
+            return _window_state(memory, y, earlier, written, after), x
+    assert after is not None
+    if stored is None:
+        return (memory, after, *earlier, y.detach()), x
+    if writes:
+        assert written is not None
+        return (memory, after, written), x
+    return (memory, after, stored, *earlier, y.detach()), x
 
 
 def _op_forward(memory, y, *arguments):

@@ -1,7 +1,7 @@
 """
 Compile the ``fast`` kernels without a GPU, for machines that have one but not the CuTe DSL::
 
-    python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--window 4] [--candidates]
+    python -m olmo_core.nn.ldm.backends.fast.precompile --arch sm_90a --out kernels [--shapes 1024x8,2048x4] [--window 4] [--memory-dtype float8] [--candidates]
 
 ``--window`` is the models' option of that name; the kernels of the recurrent form are compiled too. Without ``--shapes``: every row of the
 launch table, or the standard shapes for an architecture that has no rows. Set ``DEPTH_MEMORY_KERNELS`` to the folder where the kernels are
@@ -85,6 +85,10 @@ def main() -> None:
     parser.add_argument("--forget", default="dynamic", choices=["dynamic", "static", "none"])
     parser.add_argument("--window", type=int, default=0, help="the models' option of that name")
     parser.add_argument(
+        "--memory-dtype", default="model", choices=["model", "float8"],
+        help="the models' option of that name: float8 also compiles a window's kernels for it",
+    )  # fmt: skip
+    parser.add_argument(
         "--candidates", action="store_true", help="the launches that tune tries, too"
     )
     args = parser.parse_args()
@@ -103,6 +107,8 @@ def main() -> None:
             sys.exit(f"no kernels for a window of {args.window} with d_model {d} and d_k {d_k}")
         for w in {1, window}:
             specs += launch_table.specs(args.arch, d, d_k, *options, w)
+        if args.memory_dtype == "float8" and window > 1:
+            specs += launch_table.specs(args.arch, d, d_k, *options, window, stored8=True)
         if args.candidates:
             for direction, earlier in product(("forward", "backward"), range(window)):
                 last = earlier == window - 1 or direction == "backward"

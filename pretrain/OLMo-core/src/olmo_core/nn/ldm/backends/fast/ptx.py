@@ -5,7 +5,7 @@ PTX that the kernels are built from, one function for each instruction: shared m
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -261,6 +261,45 @@ def store_global_2(address, values, predicate=None):
         "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
         read_only_args=[Int64(address), *map(Uint32, values)],
         predicate=predicate,
+    )
+
+
+def pack8(values):
+    """
+    Four FP32 numbers as FP8 (e4m3: 448 at most, else that), rounded to nearest, in the bytes of a word: columns 0, 2, 1 and 3, for
+    :func:`unpack8`.
+    """
+
+    def two(low, high):
+        return Uint32(
+            inline_ptx(
+                "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
+                write_only_types=[Uint16],
+                read_only_args=[Float32(low), Float32(high)],
+            )
+        )
+
+    a, b, c, d = values
+    return two(a, c) | (two(b, d) << Uint32(16))
+
+
+def unpack8(word) -> tuple:
+    """
+    What :func:`pack8` made, as two pairs of BF16 numbers, exactly. Sign, exponent and mantissa move to their places in BF16, whose
+    exponents are 120 higher; the product sees to that, and to numbers below 2^-6, whose exponent is 0 in both.
+    """
+    sign, rest = Uint32(0x80008000), Uint32(0x07F007F0)
+    low = ((word << Uint32(8)) & sign) | ((word << Uint32(4)) & rest)
+    high = (word & sign) | ((word >> Uint32(4)) & rest)
+    # 2^120, in a register: the instruction takes no constant.
+    scale = inline_ptx("mov.b32 {$w0}, 0x7B807B80;", write_only_types=[Uint32])
+    return tuple(
+        inline_ptx(
+            "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Uint32],
+            read_only_args=[bits, scale],
+        )
+        for bits in (low, high)
     )
 
 

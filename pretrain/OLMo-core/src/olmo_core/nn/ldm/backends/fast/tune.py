@@ -13,7 +13,8 @@ every result; its ``table`` holds the best launches. Exit status 1 if something 
 
 The parts ``window``, ``dots`` and ``coefficients`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries
 alone and in a row, for launches whose dot products have warps of their own, and for launches with seven warps for the coefficients, in both forms;
-each ends with a window beside the recurrent form. ``sizes`` is that last part alone, at each number of ``--tokens``.
+each ends with a window beside the recurrent form. ``sizes`` is that last part alone, at each number of ``--tokens``. ``stored8`` (kernels from
+``precompile --memory-dtype float8``) checks windows whose memories are stored in FP8 and times them beside the others.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from olmo_core.nn.depth.tune_report import machine, write_json
 
 from ..flexible import ops as flexible_ops
 from ..flexible import tune as common
-from . import cache, launch_table, ops, precompile
+from . import cache, launch_table, ops, precompile, stored8
 from .launch_table import Launch
 
 Tensor = torch.Tensor
@@ -176,11 +177,13 @@ def run_chain(
     last: bool,
     dtype: torch.dtype | None = None,
     device: str = "cuda",
+    rounds8: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
     """
     Outputs and all gradients of boundaries in a row, as many as there are ``y``.
 
     :param last: The last boundary is a model's: nothing follows it, and its memory has no gradient.
+    :param rounds8: Round the memory to FP8 before each window, for a backend that does not.
     """
     n = len(inputs["y"])
     modules = [common.boundary(d, d_k, backend, device, window=window, **options) for _ in range(n)]
@@ -201,6 +204,10 @@ def run_chain(
     state: tuple[Tensor, ...] = (leaves["memory"][0],)
     outputs = {}
     for i, module in enumerate(modules):
+        if rounds8 and i % window == 0:
+            memory, units = stored8.store(state[0].detach())
+            rounded = stored8.decode(memory) * units[..., None]
+            state = (state[0] + (rounded - state[0].detach()).to(state[0].dtype),)
         state, outputs[f"x {i}"] = module(state, leaves["y"][i], leaves["gain"][i])
     ends, grads = list(outputs.values()), tensors["d_x"]
     if not last:
@@ -244,7 +251,12 @@ def draw_chain(
 def check_window(
     d: int, d_k: int, n_tokens: int, window: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """A whole window, and a window and half of the next one that ends the model; as :func:`check`."""
+    """
+    A whole window, and a window and half of the next one that ends the model; as :func:`check`. With memories in FP8 the reference rounds them,
+    too, and in BF16 often to another number than FP64 does.
+    """
+    rounds8 = options.get("memory_dtype") == "float8"
+    others = {k: v for k, v in options.items() if k != "memory_dtype"}
     errors: dict[str, tuple[float, float]] = {}
     wrong: list[str] = []
     for n, last in ((window, False), (window + 2, True)):
@@ -253,10 +265,12 @@ def check_window(
         runs = [
             run_chain("fast", d, d_k, window, options, inputs, last),
             run_chain("fast", d, d_k, window, options, inputs, last),
-            run_chain("reference", d, d_k, window, options, inputs, last),
+            run_chain("reference", d, d_k, window, others, inputs, last, rounds8=rounds8),
         ]
         torch.use_deterministic_algorithms(False)
-        truth = run_chain("reference", d, d_k, window, options, inputs, last, torch.float64)
+        truth = run_chain(
+            "reference", d, d_k, window, others, inputs, last, torch.float64, rounds8=rounds8
+        )
         mine, again, reference = runs
         for kind, tensors in mine.items():
             for name, t in tensors.items():
@@ -279,7 +293,12 @@ def check_window(
 def check_position(
     d: int, d_k: int, n_tokens: int, window: int, earlier: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """One boundary in the middle or at the end of a window, alone, against FP64: no noise from others."""
+    """
+    One boundary in the middle or at the end of a window, alone, against FP64: no noise from others. With memories in FP8 also the first, and the
+    one that is written is what FP64's is in its units but for one byte in a thousand.
+    """
+    options = dict(options)
+    in_units = options.pop("memory_dtype", "model") == "float8"
     device = torch.device("cuda")
     memory, y, gain, d_memory, d_x = common.draw(d, d_k, n_tokens, torch.bfloat16)
     outputs = draw_chain(d, d_k, n_tokens, earlier + 1)["y"][1:]
@@ -287,18 +306,27 @@ def check_position(
     shape = (1, n_tokens, (1 + earlier) * d_k)
     coefficients = torch.rand(shape, generator=generator, device=device)
     module = common.boundary(d, d_k, "fast", window=window, **options)
+    stored: tuple[Tensor, ...] = ()
+    if in_units:
+        stored, units = (stored8.store(memory)[0],), stored8.units_of(memory)
+        coefficients[..., :d_k] = units * (0.5 + coefficients[..., :d_k])
+        memory = memory.new_zeros(1).expand(memory.shape)
+    written = in_units and earlier == window - 1
 
     def run() -> dict[str, Any]:
         module.zero_grad()
         leaves = [t.detach().requires_grad_() for t in (memory, y, gain)]
         state, x = ops.window_boundary(
-            (leaves[0], coefficients, *outputs), leaves[1], module.ldm_parameters, module.options_code,
-            leaves[2], common.EPS, window,
+            (leaves[0], coefficients, *stored, *outputs), leaves[1], module.ldm_parameters,
+            module.options_code, leaves[2], common.EPS, window, in_units,
         )  # fmt: skip
         torch.autograd.backward((state[0], x), (d_memory, d_x))
-        new = state[0] if len(state) == 1 else ops._stored(state[0], state[1], list(state[2:]))
+        if written:
+            new = {"written units": state[1].detach(), "written bytes": state[2]}
+        else:
+            new = {"output memory": ops.memory_of(state).detach()}
         return {
-            "output memory": new.detach(),
+            **new,
             "output x": x.detach(),
             **{f"source {n}": t.grad for n, t in zip(("memory", "y"), leaves, strict=False)},
             "parameter norm_weight": leaves[2].grad,
@@ -308,8 +336,10 @@ def check_position(
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     mine, again = run(), run()
     torch.use_deterministic_algorithms(False)
-    stored = ops._stored(memory.double(), coefficients.double(), [t.double() for t in outputs])
-    inputs = [stored, *(t.double() for t in (y, gain, d_memory, d_x))]
+    before = ops._stored(
+        memory.double(), coefficients.double(), [t.double() for t in outputs], *stored
+    )
+    inputs = [before, *(t.double() for t in (y, gain, d_memory, d_x))]
     reference = common.boundary(d, d_k, "reference", **options).double()
     truth = {
         f"{kind} {name}": t
@@ -317,10 +347,19 @@ def check_position(
         for name, t in tensors.items()
     }
     errors, wrong = {}, []
+    if written:
+        exact, units = truth["output memory"].float(), mine["written units"]
+        truth["written bytes"] = stored8.encode(exact / units[..., None])
+        truth["written units"] = stored8.units_of(exact)
     for name, t in mine.items():
-        e = common.relative_rms(t, truth[name])
+        if name.startswith("written"):
+            e = (t != truth[name]).double().mean().item()
+            limit = 1e-3
+        else:
+            e = common.relative_rms(t, truth[name])
+            limit = common.TOLERANCE[name.split()[0]]
         errors[name] = (e, 0.0)
-        if not e < common.TOLERANCE[name.split()[0]]:
+        if not e < limit:
             wrong.append(f"{name} {e:.2e}")
         if not torch.equal(t, again[name]):
             wrong.append(f"{name} differs on repeat")
@@ -330,7 +369,7 @@ def check_position(
 class WindowCase:
     """The launches of a window's boundaries at one size, each with tensors of its own, called without autograd."""
 
-    def __init__(self, d: int, d_k: int, n_tokens: int, window: int):
+    def __init__(self, d: int, d_k: int, n_tokens: int, window: int, in_units: bool = False):
         module = common.boundary(d, d_k, "fast", window=window)
         inputs = draw_chain(d, d_k, n_tokens, window)
         (memory,), ys, gains = inputs["memory"], inputs["y"], inputs["gain"]
@@ -339,6 +378,8 @@ class WindowCase:
         self.backwards: list[tuple] = []
         coefficients: Tensor | None = None
         earlier: tuple[Tensor, ...] = ()
+        if in_units:
+            memory, coefficients = stored8.store(memory)
         for i, (y, gain) in enumerate(zip(ys, gains, strict=True)):
             writes = i == window - 1
             arguments = (memory, y, coefficients, earlier, p, gain, common.EPS, code, writes)
@@ -372,11 +413,14 @@ class WindowCase:
         return common.graph_us(chain) / n
 
 
-def window_vectors(direction: str, d_k: int, earlier: int, window: int) -> int:
-    """Vectors of D elements that a window's boundary reads and writes for each token."""
+def window_vectors(
+    direction: str, d_k: int, earlier: int, window: int, in_units: bool = False
+) -> float:
+    """Vectors of D BF16 elements that a window's boundary reads and writes for each token."""
+    stored = d_k / 2 if in_units else d_k
     if direction == "forward":
-        return d_k + 2 + earlier + (d_k if earlier == window - 1 else 0)
-    return 3 * d_k + 3 + earlier
+        return stored + 2 + earlier + (stored if earlier == window - 1 else 0)
+    return stored + 2 * d_k + 3 + earlier
 
 
 def _run_checks(checks: list[tuple[str, Callable[[], dict[str, Any]]]]) -> None:
@@ -542,7 +586,23 @@ def time_window(
     say("chain", form="recurrent", us={k: round(v, 1) for k, v in us_of.items()}, **values)
 
 
-def work_sizes(args: argparse.Namespace) -> None:
+def work_stored8(args: argparse.Namespace) -> None:
+    """Windows whose memories are stored in FP8: checks, then the times of a window beside those of the others."""
+    shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
+    for d, d_k in shapes:
+        for n_tokens in (7, 2051):
+            size = f"window {WINDOW}, FP8, {d}x{d_k}, {n_tokens} tokens"
+            options = {"memory_dtype": "float8"}
+            one = partial(check_position, d, d_k, n_tokens, WINDOW, options=options)
+            chains = partial(check_window, d, d_k, n_tokens, WINDOW, options)
+            _run_checks(
+                [(f"boundary {e} of {size}", partial(one, earlier=e)) for e in range(WINDOW)]
+                + [(f"chains of {size}", chains)]
+            )
+    work_sizes(args, ("window", "window, FP8"))
+
+
+def work_sizes(args: argparse.Namespace, forms: tuple[str, ...] = ("window", "recurrent")) -> None:
     """The table's launches at several numbers of tokens: a window's boundaries one after the other, and the recurrent form."""
     say("start", name="copy")
     bandwidth = common.copy_bandwidth()
@@ -551,20 +611,24 @@ def work_sizes(args: argparse.Namespace) -> None:
     shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
     for (d, d_k), n_tokens in product(shapes, map(int, args.tokens.split(","))):
         vectors: dict[str, dict[str, float]] = {
-            "window": {
-                direction: sum(window_vectors(direction, d_k, e, WINDOW) for e in range(WINDOW))
+            form: {
+                direction: sum(
+                    window_vectors(direction, d_k, e, WINDOW, in_units) for e in range(WINDOW)
+                )
                 / WINDOW
                 for direction in ("forward", "backward")
-            },
-            "recurrent": {"forward": 2 * d_k + 2, "backward": 3 * d_k + 3},
+            }
+            for form, in_units in (("window", False), ("window, FP8", True))
         }
-        for form, count in vectors.items():
+        vectors["recurrent"] = {"forward": 2 * d_k + 2, "backward": 3 * d_k + 3}
+        for form in forms:
+            count = vectors[form]
             say("start", name=f"{d}x{d_k} {n_tokens} tokens, {form}")
             ops.forget_plans()
             try:
                 with torch.no_grad():
-                    if form == "window":
-                        window = WindowCase(d, d_k, n_tokens, WINDOW)
+                    if form != "recurrent":
+                        window = WindowCase(d, d_k, n_tokens, WINDOW, form != "window")
                         us = {direction: window.chain_us(direction) for direction in count}
                         del window
                     else:
@@ -711,7 +775,7 @@ def show(line: dict[str, Any]) -> str:
     if kind == "chain":
         ratios = {k: f" ({v:.2f} x floor)" for k, v in line.get("ratio", {}).items()}
         text = ", ".join(f"{k} {v:7.1f} us{ratios.get(k, '')}" for k, v in line["us"].items())
-        return f"{line['d']:5d} {line['K']:2d} {line['M']:6d} {line['form']:9s} {text} for each boundary"
+        return f"{line['d']:5d} {line['K']:2d} {line['M']:6d} {line['form']:11s} {text} for each boundary"
     if kind == "host":
         return (
             f"host {line['d']}x{line['K']}: forward {line['us'][0]} us, backward {line['us'][1]} us"
@@ -787,7 +851,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the JSON here")
     parser.add_argument("--shapes", help="widths and slots, such as 1024x8,2048x8")
     parser.add_argument("--tokens", default="16384", help="numbers of tokens, such as 16384,65536")
-    parts = ["check", "time", "window", "dots", "coefficients", "sizes"]
+    parts = ["check", "time", "window", "dots", "coefficients", "sizes", "stored8"]
     parser.add_argument("--only", choices=parts, help="one part")
     parser.add_argument("--work", choices=parts, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -804,6 +868,7 @@ def main() -> None:
             "dots": partial(work_window, part="dots"),
             "coefficients": partial(work_window, part="coefficients"),
             "sizes": work_sizes,
+            "stored8": work_stored8,
         }
         work[args.work](args)
         return
