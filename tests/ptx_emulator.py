@@ -82,6 +82,26 @@ def mul_bf16x2(a: Any, b: Any) -> int:
     return high << 16 | low
 
 
+def permute_bytes(a: Any, b: Any, selector: Any) -> int:
+    data = u32(a).to_bytes(4, "little") + u32(b).to_bytes(4, "little")
+    return sum(data[u32(selector) >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+def from_e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = math.ldexp(8 * (exponent > 0) + mantissa, max(exponent, 1) - 10)
+    return -size if byte >> 7 else size
+
+
+def to_f16x2_of_e4m3x2(two: Any) -> int:
+    data = struct.pack("<2e", from_e4m3(u32(two) & 0xFF), from_e4m3(u32(two) >> 8 & 0xFF))
+    return struct.unpack("<I", data)[0]
+
+
+def from_f16(x: Any) -> float:
+    return struct.unpack("<e", struct.pack("<H", u16(x)))[0]
+
+
 def to_e4m3(x: Any) -> int:
     """FP8, to nearest even; 448 at most."""
     x = to_float(x)
@@ -434,11 +454,22 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
     if name == "mma":
         d, a, b, c = (", ".join(_list(x)) for x in o)
         return f'{d} = yield ("mma", ({a}), ({b}), ({c}))'
+    if op == "mov.b32" and o[0].startswith("{"):
+        halves = [x.strip() for x in o[0].strip("{}").split(",")]
+        word = f"u32({_value(o[1])})"
+        low, high = ("_unused" if h == "_" else _value(h) for h in halves)
+        return f"{low}, {high} = {word} & 0xFFFF, {word} >> 16"
     target, values = _value(o[0]), [_value(x) for x in o[1:]]
     if op == "cvt.rn.bf16x2.f32":
         return f"{target} = (to_bf16({values[0]}) << 16) | to_bf16({values[1]})"
     if op == "cvt.rn.satfinite.e4m3x2.f32":
         return f"{target} = (to_e4m3({values[0]}) << 8) | to_e4m3({values[1]})"
+    if op == "cvt.rn.f16x2.e4m3x2":
+        return f"{target} = to_f16x2_of_e4m3x2({values[0]})"
+    if op == "cvt.f32.f16":
+        return f"{target} = from_f16({values[0]})"
+    if op == "prmt.b32":
+        return f"{target} = permute_bytes({', '.join(values)})"
     if op == "mul.rn.bf16x2":
         return f"{target} = mul_bf16x2({values[0]}, {values[1]})"
     if op.startswith("cvt.rn.f32"):

@@ -705,7 +705,7 @@ class Forward(Kernel):
                 for slot in range_constexpr(K):
                     if cutlass.const_expr(s.stored8):
                         words = ptx.load_shared_2(stored + (slot * s.memory_row_bytes + column))
-                        row = [f for w in words for p in ptx.unpack8(w) for f in ptx.unpack(p)]
+                        row = [f for w in words for f in ptx.floats8_of_word(w)]
                     else:
                         row = load_pairs(rows + slot * s.row_bytes)
                     if cutlass.const_expr(not s.writes):
@@ -1266,9 +1266,8 @@ class Backward(Kernel):
         if self.spec.columns_per_thread == 2:
             # Columns 0 and 1 of four, or 2 and 3, whose bytes are one higher.
             word = ptx.load_shared_bits(row + (column & Int32(-4)))
-            word = word >> Uint32(4 * (column & Int32(2)))
-            return list(ptx.unpack(ptx.unpack8(word)[0]))
-        return [f for p in ptx.unpack8(ptx.load_shared_bits(row + column)) for f in ptx.unpack(p)]
+            return ptx.floats8_of_half_word(word, (column // 2) & Int32(1))
+        return ptx.floats8_of_word(ptx.load_shared_bits(row + column))
 
     def load_row(self, address) -> list:
         """A thread's columns of a row in shared memory as FP32."""
