@@ -15,6 +15,7 @@ from olmo_core.nn.ldm import (
     KeySource,
     KeyStart,
     LDMConfig,
+    MemoryDtype,
     QueryActivation,
     QuerySource,
     Residual,
@@ -61,6 +62,7 @@ ABLATIONS: dict[str, _Factory] = {
     "linear_query": _ldm(query_activation=QueryActivation.none),
     "block_write": _ldm(write_every=WriteEvery.block),
     "with_residual": _ldm(residual=Residual.kept),
+    "float8_memory": _ldm(memory_dtype=MemoryDtype.float8),
 }
 """The ablations of LDM: the default with one option changed, or two starts together."""
 

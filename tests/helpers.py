@@ -216,7 +216,7 @@ def upstream_model(config: DepthTransformerConfig) -> Transformer:
     norm = LayerNormConfig(
         name=LayerNormType.rms, eps=layer_norm.eps, bias=False, full_precision=False
     )
-    fields = block.as_dict(recurse=False, exclude=("depth", "layer_norm"))  # type: ignore[union-attr]
+    fields = block.as_dict(recurse=False, exclude=("depth", "layer_norm", "joint_input_gradient"))  # type: ignore[union-attr]
     from olmo_core.nn.transformer import TransformerBlockConfig
 
     plain = TransformerConfig(

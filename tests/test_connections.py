@@ -22,6 +22,7 @@ from helpers import (
     ldm_variants,
     next_token_loss,
     randomize_boundaries,
+    relative_error,
     shared_parameters,
     tiny_config,
     tokens,
@@ -613,6 +614,69 @@ def test_24_blocks_compile_to_four_graphs(depth, compile_blocks):
         # Recording runs eagerly and compiles nothing.
         model.record(tokens(2, 8))
     assert (graphs.compiled, graphs.runs) == (4, 2 * (24 + 2))
+
+
+def joined(depth: DepthConnectionConfig, **kwargs) -> Any:
+    config = tiny_config(depth, **kwargs)
+    config.block.joint_input_gradient = True  # type: ignore[union-attr]
+    return config
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_joint_input_gradients_are_the_same(autocast):
+    """Outputs and all gradients, in FP64, and under autocast within the rounding of BF16; 3 additions a block are in the products."""
+    results = []
+    for make in (tiny_config, joined):
+        model = build_model(make(LDMConfig(d_k=2), full_precision=False), fp64=not autocast)
+        randomize_boundaries(model)
+        ids = tokens(2, 8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(ids)
+            loss = next_token_loss(logits, ids)
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        counts = {e.key: e.count for e in profile.key_averages()}
+        assert counts.get("aten::addmm_", 0) == (3 * model.n_layers if make is joined else 0)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((logits, gradients))
+    (logits, gradients), (same, joint) = results
+    assert joint.keys() == gradients.keys()
+    if autocast:
+        assert torch.equal(same, logits)
+    else:
+        torch.testing.assert_close(same, logits, rtol=1e-12, atol=1e-12)
+    for name, gradient in gradients.items():
+        assert joint[name].dtype == gradient.dtype
+        if autocast:
+            # Each of the two ways rounds sums to BF16 a few times, 2^-9 each, on the way through four sublayers.
+            assert relative_error(joint[name], gradient) < 2e-2, name
+        else:
+            torch.testing.assert_close(joint[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("depth", [PreLNConfig(), LDMConfig(d_k=2)], ids=["preln", "ldm"])
+def test_joint_input_gradients_compile_as_before(depth, compile_blocks):
+    """No more graphs, no graph break, and none compiled again."""
+    counts = []
+    for make in (tiny_config, joined):
+        model, graphs = make(depth, n_layers=4).build(init_device="meta"), Graphs()
+        model.init_weights(device=CPU, max_seq_len=16)
+        compile_blocks(model, graphs, (tokens(2, 8),))
+        for _ in range(3):
+            model(tokens(2, 8))
+        counts.append((graphs.compiled, graphs.runs))
+        torch._dynamo.reset()
+    assert counts[0] == counts[1]
+
+
+def test_joint_input_gradients_refuse_others():
+    config = joined(LDMConfig())
+    config.block.feed_forward.bias = True
+    with pytest.raises(OLMoConfigurationError, match="without a bias"):
+        config.build(init_device="meta")
+    model = joined(LDMConfig()).build(init_device="cpu")
+    with pytest.raises(RuntimeError, match="the first one first"):
+        model.blocks["0"].feed_forward.w3(torch.zeros(1, 16))
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ TRAINING: list[tuple[int, dict[str, Any], dict[str, Any] | None]] = [
     (7, {"d": 64, "d_k": 4, "tokens": 2, "earlier": 2, "writes": False, "dots_warps": 4, "max_stages": 2}, {}),
     (6, {"d": 64, "d_k": 8, "tokens": 4, "earlier": 1, "coefficient_warps": 7, "max_stages": 2}, {"tokens": 2, "dots_warps": 4, "coefficient_warps": 3}),
     (5, {"d": 64, "d_k": 8, "tokens": 2, "earlier": 3, "dots_warps": 4, "max_stages": 2}, None),
+    (6, {"d": 128, "d_k": 8, "cluster": 2, "earlier": 1, "stored8": True, "max_stages": 2, "coefficient_warps": 2}, {}),
 ]  # fmt: skip
 
 

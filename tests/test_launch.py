@@ -105,11 +105,11 @@ def test_an_ablation_changes_what_its_name_says():
             k for k, v in config.as_dict().items() if v != default.as_dict()[k] and k != "backend"
         ]
         assert len(changed) == 1 + name.endswith("block_key_wide_forget"), (name, changed)
-    assert len(PAPER_METHODS) + len(ABLATIONS) == 27
+    assert len(PAPER_METHODS) + len(ABLATIONS) == 28
 
 
 def test_own_methods_are_named_beside_the_others(monkeypatch):
-    assert len(ALL_METHODS) == 27 + len(OWN_METHODS), "a name of OWN_METHODS is taken already"
+    assert len(ALL_METHODS) == 28 + len(OWN_METHODS), "a name of OWN_METHODS is taken already"
     monkeypatch.setitem(OWN_METHODS, "highway", lambda scale: PreLNConfig())
     with pytest.raises(UserError, match=r"ldm_k4, one of yours: .*highway, or an ablation: ldm_k1"):
         depth_connection("moe", load_scale("tiny"))

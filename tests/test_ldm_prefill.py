@@ -67,7 +67,7 @@ class Plans:
     """Stand where the kernels would."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[tuple[bool, int, bool], tuple[Any, ...]]] = []
+        self.launches: list[tuple[tuple[bool, int, bool, bool], tuple[Any, ...]]] = []
 
     def plan(self, options: str, d: int, device: int, *which: Any) -> "Plan":
         return Plan(self, which)
@@ -76,7 +76,7 @@ class Plans:
 class Plan:
     spec = Spec("forward", 64, 8)
 
-    def __init__(self, plans: Plans, which: tuple[bool, int, bool]):
+    def __init__(self, plans: Plans, which: tuple[bool, int, bool, bool]):
         self.kernel = lambda blocks, *values: plans.launches.append((which, values))
 
     def clusters(self, n_tokens: int) -> int:
@@ -118,7 +118,7 @@ def test_the_order_of_the_kernels_and_their_memory(launches, in_place):
             states.append(state)
             xs.append(x)
     assert [which for which, _ in launches] == [
-        (False, earlier, earlier == 2) for earlier in (0, 1, 2, 0, 1, 2, 0)
+        (False, earlier, earlier == 2, False) for earlier in (0, 1, 2, 0, 1, 2, 0)
     ]
     packed = launches[0][1][2]
     for i, (_, values) in enumerate(launches):
@@ -461,8 +461,8 @@ def emulated(prefill, monkeypatch):
 
     def install(d: int, d_k: int, **numbers: Any) -> list[Spec]:
         @functools.cache
-        def plan(options, d_, device, saves, earlier, writes):
-            assert (d_, saves) == (d, False)
+        def plan(options, d_, device, saves, earlier, writes, stored8):
+            assert (d_, saves, stored8) == (d, False, False)
             given = {name: value(earlier) if callable(value) else value for name, value in numbers.items()}  # fmt: skip
             spec = Spec("forward", d, d_k, extra=False, saves=False, earlier=earlier, writes=writes, **given)  # fmt: skip
             return EmulatedPlan(spec)

@@ -8,7 +8,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from olmo_core.exceptions import OLMoConfigurationError
+from olmo_core.nn.attention import Attention
 from olmo_core.nn.buffer_cache import BufferCache
+from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.transformer import (
     TransformerBlock,
@@ -18,6 +20,7 @@ from olmo_core.nn.transformer import (
 )
 
 from .connection import DepthBoundary, DepthConnectionConfig, State
+from .input_gradient import join
 from .preln import PreLNConfig
 
 
@@ -57,6 +60,7 @@ class DepthTransformerBlock(TransformerBlock):
         n_layers: int,
         layer_norm: LayerNormConfig,
         depth: DepthConnectionConfig,
+        joint_input_gradient: bool = False,
         init_device: str = "cpu",
         cache: BufferCache | None = None,
         **kwargs,
@@ -85,6 +89,14 @@ class DepthTransformerBlock(TransformerBlock):
                 init_device=init_device,
             )
 
+        if joint_input_gradient:
+            attention, feed_forward = self.attention, self.feed_forward
+            if type(attention) is not Attention or type(feed_forward) is not FeedForward:
+                raise OLMoConfigurationError(
+                    "joint_input_gradient needs the default attention and feed-forward"
+                )
+            join(attention.w_q, attention.w_k, attention.w_v)
+            join(feed_forward.w1, feed_forward.w3)
         self.attention_boundary = boundary(2 * block_idx)
         self.feed_forward_boundary = boundary(2 * block_idx + 1)
 
@@ -184,6 +196,8 @@ class DepthTransformerBlockConfig(TransformerBlockConfig):
     """A Llama-style block with a depth connection."""
 
     depth: DepthConnectionConfig = field(default_factory=PreLNConfig)
+    joint_input_gradient: bool = False
+    """Queries, keys and values, and the two inner layers of the feed-forward, add up their input's gradient in their products; see :mod:`.input_gradient`."""
 
     def build(
         self,
@@ -219,6 +233,7 @@ class DepthTransformerBlockConfig(TransformerBlockConfig):
             feed_forward=self.feed_forward,
             layer_norm=self.layer_norm,
             depth=self.depth,
+            joint_input_gradient=self.joint_input_gradient,
             init_device=init_device,
             cache=cache,
         )
