@@ -496,7 +496,8 @@ def _translate(op: str, operands: list[str], parameters: list[str]) -> str:
     if name == "mul" and parts[1] == "wide":
         return f"{target} = u64({convert}({values[0]}) * {convert}({values[1]}))"
     if name == "mul" and parts[1] == "hi":
-        return f"{target} = u32(({convert}({values[0]}) * {convert}({values[1]})) >> 32)"
+        bits = int(kind[1:])
+        return f"{target} = {wrap}(({convert}({values[0]}) * {convert}({values[1]})) >> {bits})"
     if name == "mad" and parts[1] == "wide":
         return f"{target} = u64({convert}({values[0]}) * {convert}({values[1]}) + s64({values[2]}))"
     return f"{target} = {wrap}({_INTEGER[name].format(*values, i=convert)})"

@@ -103,11 +103,16 @@ class Kernel:
                     rows.append(sources[1] + vector)
                     if cutlass.const_expr(s.direction == "backward"):
                         rows.append(sources[2] + vector)
-                        if cutlass.const_expr(s.memory_gradient):
+                        if cutlass.const_expr(s.reads_gradient):
                             rows += [
                                 sources[3] + (matrix + 2 * slot * s.d) for slot in range(s.d_k)
                             ]
                     rows += [earlier[e] + vector for e in range(s.earlier)]
+                    if cutlass.const_expr(s.gathered > 0):
+                        bundle = sources[4] + self.bundle_of(token + t, rank * s.columns)
+                        rows += [
+                            bundle + 2 * s.gathered_place(row) * s.d for row in range(s.gathered)
+                        ]
                     for row in range_constexpr(s.d_k):
                         at = place + row * s.memory_row_bytes
                         ptx.copy_to_shared(at, rows[row], size * s.columns, full)
@@ -123,6 +128,11 @@ class Kernel:
                 cute.arch.setmaxregister_increase(s.registers[role])
             else:
                 cute.arch.setmaxregister_decrease(s.registers[role])
+
+    def bundle_of(self, token, column):
+        """Bytes from the bundle's start to a column of a token's first vector."""
+        s = self.spec
+        return 2 * (Int64(token) * (s.bundle_rows * s.d) + column)
 
     def coefficients_of(self, base, i, t):
         """The coefficients of token ``t`` of this block's tile ``i``."""
@@ -884,13 +894,12 @@ class Forward(Kernel):
                             )
                         for f in range_constexpr(s.outputs):
                             ptx.store_global_float(own + 4 * K * (K + f), y_query[f], mine)
-                        if cutlass.const_expr(s.composed):
-                            s_h = of_memory(held, s_h, y_h)
-                            s_m = of_memory(held, s_m, y_m)
                         ptx.store_global_float(own + 4 * s.extra_s_h, s_h, mine)
                         ptx.store_global_float(own + 4 * (s.extra_s_h + K), s_m, mine)
-                        ptx.store_global_float(here + 4 * s.extra_y_h, y_h[0], first_lane)
-                        ptx.store_global_float(here + 4 * (s.extra_y_h + 1), y_m[0], first_lane)
+                        own = here + 4 * s.extra_y_h
+                        for f in range_constexpr(s.outputs):
+                            ptx.store_global_float(own + 4 * f, y_h[f], first_lane)
+                            ptx.store_global_float(own + 4 * (s.outputs + f), y_m[f], first_lane)
             if first >= s.tokens:
                 ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
@@ -982,6 +991,9 @@ class Backward(Kernel):
         self.initialise(base, packed, thread, rank)
         if warp < MAIN_WARPS:
             self.take_registers("main")
+            if cutlass.const_expr(s.gather in ("end", "middle")):
+                # No gradient of a memory is written there, but of the bundle's vectors.
+                d_memory = window[1]
             self.main(
                 base, packed, d_memory, d_y, sums, n_tokens, first_tile, step, n, rank, warp, lane
             )
@@ -1009,9 +1021,13 @@ class Backward(Kernel):
         self, base, sources, packed, saved, extra, window, n_tokens, first_tile, step, n, rank, warp,
         lane,
     ):  # fmt: skip
+        s = self.spec
         self.take_registers("helper")
+        rows = sources, window[1:]
+        if cutlass.const_expr(s.gather != ""):
+            rows = (*sources, window[1]), window[2:]
         if warp == MAIN_WARPS:
-            self.load(base, sources, window[1:], n_tokens, first_tile, step, n, rank)
+            self.load(base, *rows, n_tokens, first_tile, step, n, rank)
         else:
             self.coefficients(
                 base, packed, saved, extra, window, n_tokens, first_tile, step, n,
@@ -1110,14 +1126,14 @@ class Backward(Kernel):
             memory = self.load_memory(tile, column, g, mask)
             xs = self.load_scaled(base, tile, column, g, mask)
             ds = memory
-            if cutlass.const_expr(s.memory_gradient):
+            if cutlass.const_expr(s.gradient_products):
                 ds = self.load_memory(tile, column, g, mask, K + 2)
             for h in range_constexpr(2):
                 p, q = 2 * h, 2 * h + 1
                 for t in range_constexpr(self.memory_tiles):
                     r, ys = memory[t], outputs[self.outputs_of_memory(t)]
                     rows = (r[p], ys[p], r[q], ys[q])
-                    if cutlass.const_expr(s.memory_gradient):
+                    if cutlass.const_expr(s.gradient_products):
                         gram[t] = ptx.mma(rows, (ds[t][p], ds[t][q]), gram[t])
                     with_x[t] = ptx.mma(rows, (xs[p], xs[q]), with_x[t])
 
@@ -1158,7 +1174,7 @@ class Backward(Kernel):
             else:
                 token, slot, row = 2 * t + c // 2, (2 * c) % 4, g % 4
                 of_row = 2 * t + g // 4
-            if s.memory_gradient:
+            if s.gradient_products:
                 for column in range(2):
                     ptx.store_shared_float(
                         place(of_row, "memory", row), gram[t][column], predicate=g == 2 * c + column
@@ -1243,20 +1259,64 @@ class Backward(Kernel):
                     gradients[z] = gradients[z] + (gx[x] * rstd_h) * h[x]
                     dh.append(alpha * (gx[x] * gain[x]) - beta * h[x])
                     dy[x] = dy[x] + wy * dh[x] + sum_k * u[x]
-                out = d_memory + 2 * (Int64(token) * (K * s.d) + rank * s.columns + column)
+                own_column = rank * s.columns + column
+                out = d_memory + 2 * (Int64(token) * (K * s.d) + own_column)
+                if cutlass.const_expr(s.gather in ("end", "middle")):
+                    out = d_memory + self.bundle_of(token, own_column)
+                gathered = [
+                    self.load_row(rows + (s.first_gathered + r) * s.row_bytes)
+                    for r in range(s.gathered)
+                ]
+                # What is left for the earlier outputs.
+                left = []
+                if cutlass.const_expr(s.gathered > 0):
+                    dy = [d + f for d, f in zip(dy, gathered[0], strict=True)]
+                if cutlass.const_expr(s.gather in ("end", "middle")):
+                    for e in range_constexpr(s.earlier):
+                        of_h = ptx.load_shared_float(place + 32 * (K + 1) + 8 * e)
+                        of_m = ptx.load_shared_float(place + 32 * (K + 1) + 8 * e + 4)
+                        value = [of_h * d + of_m * f for d, f in zip(dh, u, strict=True)]
+                        if cutlass.const_expr(s.gather == "middle"):
+                            value = [f + r for f, r in zip(value, gathered[1 + e], strict=True)]
+                        left.append(value)
                 for slot in range_constexpr(K):
                     a, k, w, q = ptx.load_shared_float_4(place + 32 * slot)
                     c = ptx.load_shared_float(place + 32 * slot + 16)
-                    new = [q * d + f for d, f in zip(dh, u, strict=True)]
-                    if cutlass.const_expr(s.memory_gradient):
+                    row = []
+                    if cutlass.const_expr(s.reads_gradient):
                         row = self.load_row(rows + (K + 2 + slot) * s.row_bytes)
-                        for x in range_constexpr(width):
-                            dy[x] = dy[x] + k * row[x]
-                            new[x] = new[x] + row[x]
-                    self.store_row(out + (2 * slot * s.d), [a * f for f in new])
+                    if cutlass.const_expr(s.gradient_products):
+                        dy = [d + k * f for d, f in zip(dy, row, strict=True)]
+                    weights_of = load_row(
+                        place + 4 * (s.first_weight + s.slot_weights * slot), s.slot_weights
+                    )
+                    if cutlass.const_expr(s.gather == "end"):
+                        for e in range_constexpr(s.earlier):
+                            left[e] = [
+                                f + weights_of[e] * r for f, r in zip(left[e], row, strict=True)
+                            ]
+                    elif cutlass.const_expr(s.gather == "first"):
+                        new = [a * (q * d + f) for d, f in zip(dh, u, strict=True)]
+                        for r in range_constexpr(2 * s.window - 2):
+                            by = weights_of[r]
+                            new = [n + by * f for n, f in zip(new, gathered[1 + r], strict=True)]
+                        by = weights_of[2 * s.window - 3]
+                        new = [n + by * f for n, f in zip(new, row, strict=True)]
+                        self.store_row(out + (2 * slot * s.d), new)
+                    elif cutlass.const_expr(s.gather == ""):
+                        new = [q * d + f for d, f in zip(dh, u, strict=True)]
+                        if cutlass.const_expr(s.memory_gradient):
+                            new = [n + f for n, f in zip(new, row, strict=True)]
+                        self.store_row(out + (2 * slot * s.d), [a * f for f in new])
                     for x in range_constexpr(width):
                         z = (s.n_forget + K + slot) * width + x
                         gradients[z] = gradients[z] + c * m[x]
+                if cutlass.const_expr(s.gather in ("end", "middle")):
+                    for e in range_constexpr(s.earlier):
+                        self.store_row(out + 2 * e * s.d, left[e])
+                    pair = out + 2 * (s.window - 1 + 2 * (s.earlier - 1)) * s.d
+                    self.store_row(pair, dh)
+                    self.store_row(pair + 2 * s.d, u)
                 self.store_row(d_y + 2 * (Int64(token) * s.d + rank * s.columns + column), dy)
         cute.arch.sync_warp()
         ptx.barrier_arrive(base + self.barriers["empty"] + 8 * stage, predicate=lane == 0)
@@ -1326,11 +1386,26 @@ class Backward(Kernel):
                 query_column = [ptx.load_global_float(own + 4 * K * j) for j in range(K)]
                 outputs = range(s.outputs)
                 y_query = [ptx.load_global_float(own + 4 * K * (K + e)) for e in outputs]
-                s_h = ptx.load_global_float(own + 4 * s.extra_s_h)
-                s_m = ptx.load_global_float(own + 4 * (s.extra_s_h + K))
-                y_h = ptx.load_global_float(here + 4 * s.extra_y_h)
-                y_m = ptx.load_global_float(here + 4 * (s.extra_y_h + 1))
+                stored_h = ptx.load_global_float(own + 4 * s.extra_s_h)
+                stored_m = ptx.load_global_float(own + 4 * (s.extra_s_h + K))
+                own = here + 4 * s.extra_y_h
+                y_h = [ptx.load_global_float(own + 4 * e) for e in outputs]
+                y_m = [ptx.load_global_float(own + 4 * (s.outputs + e)) for e in outputs]
                 held = self.load_window(window[0], from_token, slot)
+                bundle = Int64(0)
+                known, weights = [], []
+                if cutlass.const_expr(s.gather != ""):
+                    # Its floats.
+                    bundle = window[1] + self.bundle_of(from_token, 3 * (s.window - 1) * s.d)
+                    bundle = bundle + Int64(4) * Int64(slot)
+                if cutlass.const_expr(s.gather in ("middle", "first")):
+                    place = bundle + 4 * s.products_place(s.earlier + 1)
+                    known = [ptx.load_global_float(place + 4 * K * j) for j in range(s.earlier + 2)]
+                if cutlass.const_expr(s.gather == "first"):
+                    place = bundle + 4 * s.weights_place(2)
+                    weights = [
+                        ptx.load_global_float(place + 4 * K * j) for j in range(2 * s.window - 2)
+                    ]
 
                 ptx.barrier_wait(base + self.barriers["partial_full"], i & 1)
                 self.sum_partials(base, total, t, which, count, rank, lane)
@@ -1339,27 +1414,30 @@ class Backward(Kernel):
                 if t + s.coefficient_warps >= s.tokens:
                     ptx.barrier_arrive(base + self.barriers["partial_empty"], predicate=lane == 0)
 
-                s_g = y_g = Float32(0.0)
-                if cutlass.const_expr(s.memory_gradient):
-                    s_g = ptx.load_shared_float(total + 4 * (p["memory"] + slot))
-                    y_g = ptx.load_shared_float(total + 4 * (p["y"] + slot))
+                # S_s . G_s of the stored memory, y_e . G_s of all outputs.
+                stored_g, y_g = Float32(0.0), [Float32(0.0) for _ in outputs]
+                if cutlass.const_expr(s.gradient_products):
+                    stored_g = ptx.load_shared_float(total + 4 * (p["memory"] + slot))
+                    of_y = total + 4 * (p["y"] + slot)
+                    y_g = [ptx.load_shared_float(of_y + 4 * K * e) for e in outputs]
+                elif cutlass.const_expr(s.memory_gradient):
+                    stored_g, y_g = known[0], [known[-1], *known[1:-1]]
                 of_x = total + 4 * (p["x"] + slot)
-                s_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4 * K)
+                stored_x = ptx.load_shared_float(of_x) + ptx.load_shared_float(of_x + 4 * K)
                 of_x = total + 4 * p["y_x"]
                 y_x = [
                     ptx.load_shared_float(of_x + 4 * e)
                     + ptx.load_shared_float(of_x + 4 * (s.outputs + e))
                     for e in outputs
                 ]
+                s_x, s_g, s_h, s_m = stored_x, stored_g, stored_h, stored_m
                 if cutlass.const_expr(s.composed):
                     # From the anchor's products to the memory's.
-                    s_x = of_memory(held, s_x, y_x)
+                    s_x = of_memory(held, stored_x, y_x)
+                    s_h = of_memory(held, stored_h, y_h)
+                    s_m = of_memory(held, stored_m, y_m)
                     if cutlass.const_expr(s.memory_gradient):
-                        more = [
-                            ptx.load_shared_float(total + 4 * (p["y"] + K * (1 + e) + slot))
-                            for e in range(s.earlier)
-                        ]
-                        s_g = of_memory(held, s_g, [y_g, *more])
+                        s_g = of_memory(held, stored_g, y_g)
 
                 # The coefficients again.
                 a, closed = Float32(1.0), Float32(0.0)
@@ -1380,24 +1458,25 @@ class Backward(Kernel):
                 alpha = rstd_h
                 beta = rstd_h * rstd_h * rstd_h * g_h * inverse_d
                 s_dh = alpha * s_x - beta * s_h
-                y_dh = alpha * y_x[0] - beta * y_h
+                y_dh = [alpha * y_x[e] - beta * y_h[e] for e in outputs]
 
                 # Through the query and the norm of m.
-                dq = a * s_dh + k * y_dh
+                dq = a * s_dh + k * y_dh[0]
                 dz_query = q * (dq - sum_over(dq * q, K))
                 inner = sum_over(dz_query * p_query, K)
                 c = dz_query * rstd_m
                 gamma = rstd_m * rstd_m * inner * Float32(1.0 / (s.d * K))
                 spread_c = spread(c, K)
-                s_query = dot(spread_c, query_column)
+                stored_query = dot(spread_c, query_column)
                 of_query = [sum_over(c * y_query[e], K) for e in outputs]
+                s_query = stored_query
                 if cutlass.const_expr(s.composed):
-                    s_query = of_memory(held, s_query, of_query)
+                    s_query = of_memory(held, stored_query, of_query)
                 s_u = s_query * Float32(1.0 / K) - gamma * s_m
-                y_u = of_query[0] * Float32(1.0 / K) - gamma * y_m
+                y_u = [of_query[e] * Float32(1.0 / K) - gamma * y_m[e] for e in outputs]
 
                 # Key and forget gate.
-                dk = y_g + q * y_dh + y_u
+                dk = y_g[0] + q * y_dh[0] + y_u[0]
                 if cutlass.const_expr(s.key_activation == "two_sigmoid"):
                     dz_key = dk * k * (Float32(1.0) - Float32(0.5) * k)
                 else:
@@ -1417,6 +1496,32 @@ class Backward(Kernel):
                 ptx.store_shared_float_4(place + 32 * slot, (a, k, q * D, q), mine)
                 dz = (c, dz_key * rstd_y, dz_forget * rstd_y, D)
                 ptx.store_shared_float_4(place + 32 * slot + 16, dz, mine)
+                if cutlass.const_expr(s.gather == "end"):
+                    own = place + 4 * (s.first_weight + s.slot_weights * slot)
+                    for f in range_constexpr(s.earlier):
+                        ptx.store_shared_float(own + 4 * f, a * held[1 + f], mine)
+                if cutlass.const_expr(s.gather == "first"):
+                    # The gradient is that of the memory, whatever its unit: D begins at 1 for it.
+                    per_unit = Float32(1.0)
+                    if cutlass.const_expr(s.stored8):
+                        per_unit = ptx.reciprocal(held[0])
+                    own = place + 4 * (s.first_weight + s.slot_weights * slot)
+                    for f in range_constexpr(2 * s.window - 2):
+                        ptx.store_shared_float(own + 4 * f, per_unit * weights[f], mine)
+                if cutlass.const_expr(s.gather in ("end", "middle")):
+                    # For the boundaries before.
+                    first_block = mine & valid & (rank == 0)
+                    stored_dh = alpha * stored_x - beta * stored_h
+                    stored_u = stored_query * Float32(1.0 / K) - gamma * stored_m
+                    own = bundle + 4 * s.products_place(s.earlier)
+                    value = a * (stored_g + q * stored_dh + stored_u)
+                    ptx.store_global_float(own, value, first_block)
+                    for f in range_constexpr(s.earlier):
+                        value = a * (y_g[1 + f] + q * y_dh[1 + f] + y_u[1 + f])
+                        ptx.store_global_float(own + 4 * K * (1 + f), value, first_block)
+                    own = bundle + 4 * s.weights_place(s.earlier + 1)
+                    ptx.store_global_float(own, q * D, first_block)
+                    ptx.store_global_float(own + 4 * K, D, first_block)
                 mine = lane == 0
                 for f in range_constexpr(s.earlier):
                     new = a * held[1 + f]

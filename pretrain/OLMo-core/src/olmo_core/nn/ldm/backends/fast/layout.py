@@ -58,6 +58,14 @@ class Spec:
     whoever stores a memory writes the units in the place of ``D`` and ``c``.
     """
 
+    gather: str = ""
+    """
+    Backward of a whole window of ``window`` boundaries: ``end``, ``middle`` or ``first`` by its place, or "" for a boundary that takes the gradient
+    of the memory after it and leaves that of the memory before it.
+    """
+    window: int = 0
+    """With ``gather``: the window's boundaries."""
+
     dots_warps: int = 0
     """Warps that take the dot products, 0 or 4: without, the 8 main warps take them before they mix the tile before."""
 
@@ -65,6 +73,10 @@ class Spec:
         limit = {4: 3, 8: 7}.get(self.d_k, 0)
         assert not self.dots_warps or (self.dots_warps, self.coefficient_warps) == (4, 3)
         assert 0 <= self.earlier <= limit, "more outputs than a tile of 8 rows holds"
+        if self.gather:
+            places = {"first": [0], "middle": range(1, self.window - 1), "end": [self.window - 1]}
+            assert self.direction == "backward" and self.earlier in places[self.gather]
+            assert self.window > 1 and self.memory_gradient
 
     @property
     def name(self) -> str:
@@ -84,11 +96,11 @@ class Spec:
     def window_arguments(self) -> tuple[int, int]:
         """
         The first and the number of the arguments that are the window, one tuple for the compiler: ``D`` and ``c`` before the boundary,
-        those after it (forward only), the earlier outputs.
+        those after it (forward only), the bundle (with ``gather``), the earlier outputs.
         """
         return {
             "forward": (7, 2 + self.earlier),
-            "backward": (10, 1 + self.earlier),
+            "backward": (10, 1 + bool(self.gather) + self.earlier),
             "finish": (0, 0),
         }[self.direction]
 
@@ -152,14 +164,63 @@ class Spec:
     @cached_property
     def rows(self) -> int:
         """Rows of a token in shared memory: the memory's and ``y``; backward, their gradients too; the window's earlier outputs."""
-        return self.first_earlier + self.earlier
+        return self.first_gathered + self.gathered
 
     @cached_property
     def first_earlier(self) -> int:
         """The row of the first earlier output."""
         if self.direction == "forward":
             return self.d_k + 1
-        return self.d_k + 2 + (self.d_k if self.memory_gradient else 0)
+        return self.d_k + 2 + (self.d_k if self.reads_gradient else 0)
+
+    @property
+    def reads_gradient(self) -> bool:
+        """Backward: reads the gradient of a memory: of the one after it, or of the one at the window's end."""
+        return self.memory_gradient and self.gather != "middle"
+
+    @property
+    def gradient_products(self) -> bool:
+        """Backward: takes the products of that gradient with the memory and the outputs; after a window's end they are known."""
+        return self.memory_gradient and self.gather in ("", "end")
+
+    @cached_property
+    def first_gathered(self) -> int:
+        """The row of the first vector from the bundle."""
+        return self.first_earlier + self.earlier
+
+    @cached_property
+    def gathered(self) -> int:
+        """Vectors from the bundle: what later boundaries left for ``y``; for earlier outputs, which is added to; ``dh`` and ``u`` of all later ones."""
+        return {"": 0, "end": 0, "middle": 1 + self.earlier, "first": 2 * self.window - 1}[
+            self.gather
+        ]
+
+    def gathered_place(self, row: int) -> int:
+        """Where in the bundle that vector is."""
+        if row == 0:
+            return self.earlier
+        return row - 1 if self.gather == "middle" else self.window - 1 + row - 1
+
+    # The bundle: for a token, V_1 .. V_(c - 1), what the window's later boundaries leave for each output; dh_l and u_l of boundaries
+    # 2 .. c; then floats: the products that boundary i starts with, S_s . G_s of the stored memory and y_e . G_s of outputs 1 .. i, left by
+    # boundary i + 1; and q_l D_l and D_l of boundaries 2 .. c.
+
+    @cached_property
+    def bundle_floats(self) -> int:
+        return self.products_place(self.window) + 2 * self.d_k * (self.window - 1)
+
+    @cached_property
+    def bundle_rows(self) -> int:
+        """Vectors of d BF16 elements of a token."""
+        return 3 * (self.window - 1) + -(-2 * self.bundle_floats // self.d)
+
+    def products_place(self, boundary: int) -> int:
+        """Of boundary 1 .. c - 1; the weights begin where those of c would."""
+        return self.d_k * ((boundary - 1) + boundary * (boundary - 1) // 2)
+
+    def weights_place(self, boundary: int) -> int:
+        """Of boundary 2 .. c."""
+        return self.products_place(self.window) + 2 * self.d_k * (boundary - 2)
 
     # Tiles of 8 rows with the outputs of a few tokens, each with ``y`` as row 0 and the window's earlier outputs after it.
 
@@ -210,9 +271,9 @@ class Spec:
     def extra_columns(self) -> int:
         """
         What the backward wants besides: ``S_s . Wq_j`` ``[K, K]`` (of the anchor, in a window); ``y . Wq_j`` ``[outputs, K]``,
-        ``y`` first; ``S_s . h`` and ``S_s . m`` ``[K]``; ``y . h`` and ``y . m``.
+        ``y`` first; ``S_s . h`` and ``S_s . m`` ``[K]`` (of the anchor, too); ``y . h`` and ``y . m`` ``[outputs]``.
         """
-        return round_up(self.extra_y_h + 2, 4)
+        return round_up(self.extra_y_h + 2 * self.outputs, 4)
 
     @cached_property
     def extra_s_h(self) -> int:
@@ -299,7 +360,21 @@ class Spec:
         """Coefficients of one token that the second pass reads."""
         if self.direction == "forward":
             return self.d_k * self.slot_floats + round_up(self.outputs, 4)
+        return self.first_weight + self.d_k * self.slot_weights
+
+    @cached_property
+    def first_weight(self) -> int:
+        """Backward: where the weights of a whole window begin."""
         return 8 * (self.d_k + 1) + round_up(2 * self.earlier, 4)
+
+    @cached_property
+    def slot_weights(self) -> int:
+        """
+        Of one slot: of the last gradient for each earlier output (``end``), of ``dh`` and ``u`` of all later boundaries for the gradient of the
+        stored memory (``first``).
+        """
+        n = {"end": self.earlier, "first": 2 * (self.window - 1)}.get(self.gather, 0)
+        return round_up(n, 4)
 
     @cached_property
     def slot_floats(self) -> int:
