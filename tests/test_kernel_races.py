@@ -296,6 +296,16 @@ def test_training_kernels(watched, n_tokens, forward, backward):
     assert not any(watch.same_bits for watch in launch.watches)
 
 
+@needs_dsl
+def test_kernels_of_a_whole_window(watched):
+    """The bundle is read and written in place, by the blocks of a cluster."""
+    launch = watched(carries=True)
+    numbers = {"cluster": 2, "max_stages": 2, "coefficient_warps": 2}
+    test_ldm_fast.EmulatedWindow(6, 3, d=128, d_k=8, **numbers).run(1, seed=1)
+    assert launch.found == []
+    assert len(launch.watches) == 9 and all(watch.n_checked > 1000 for watch in launch.watches)
+
+
 DECODE: list[tuple[int, dict[str, Any]]] = [
     (1, {"d": 256, "d_k": 8, "cluster": 4, "warps": 2}),
     (3, {"d": 128, "d_k": 8, "cluster": 1, "warps": 2, "tokens": 2, "keep": "all"}),

@@ -332,6 +332,9 @@ class SlowKernels:
     def __init__(self, config: LDMConfig, d: int):
         self.config = config
         self.d = d
+        self.between: dict[int, tuple[int, torch.Tensor]] = {}
+        """Of a whole window, by its bundle: where the gradient at its end is, and the gradient of the memory after a boundary."""
+        self.gathered: list[str] = []
 
     def memory(self, anchor, coefficients, earlier):
         if coefficients is None:
@@ -364,7 +367,29 @@ class SlowKernels:
             return out.memory, out.x, None, packed
         return None, out.x, torch.cat([after, k], dim=-1), packed
 
-    def backward(self, memory, y, coefficients, earlier, packed, d_memory_out, d_x, options):
+    def backward(
+        self, memory, y, coefficients, earlier, packed, d_memory_out, d_x, options, gather="",
+        window=0, bundle=None,
+    ):  # fmt: skip
+        self.gathered.append(gather)
+        if not gather:
+            return self.chained(
+                memory, y, coefficients, earlier, packed, d_memory_out, d_x, options
+            )
+        assert bundle.shape == (*y.shape[:-1], *ops.bundle_shape(self.d, self.config.d_k, window))
+        end = d_memory_out.data_ptr()
+        if gather != "end":
+            begun, d_memory_out = self.between.pop(bundle.data_ptr())
+            assert begun == end
+        d_memory, *others = self.chained(
+            memory, y, coefficients, earlier, packed, d_memory_out, d_x, options
+        )
+        if gather == "first":
+            return d_memory, *others
+        self.between[bundle.data_ptr()] = end, d_memory
+        return None, *others
+
+    def chained(self, memory, y, coefficients, earlier, packed, d_memory_out, d_x, options):
         K, d = self.config.d_k, self.d
         shapes = {n: (d, K) if n.startswith("w_") else (K,) for n in LDMParameters._fields}
         shapes |= {"w_beta": (0,), "b_beta": (0,), "gain": (d,)}
@@ -387,12 +412,15 @@ class SlowKernels:
         return memory.grad, y.grad, torch.nn.functional.pad(d_parameters, (0, size - len(d_parameters)))  # fmt: skip
 
 
-@pytest.fixture(params=["model", "float8"])
+@pytest.fixture(params=["model", "float8", "model, whole", "float8, whole"])
 def windowed(monkeypatch, request):
-    """A model of 7 boundaries whose second to last run in windows of 3."""
+    """A model of 7 boundaries whose second to last run in windows of 3; whole windows may have a backward of their own."""
+    memory_dtype, _, whole = request.param.partition(", ")
     config = helpers.tiny_config(
-        LDMConfig(window=3, memory_dtype=request.param), d_model=64, eps=EPS
+        LDMConfig(window=3, memory_dtype=memory_dtype), d_model=64, eps=EPS
     )
+    if whole:
+        monkeypatch.setattr(launch_table, "GATHER", {(64, 8)})
     slow = SlowKernels(config.depth, 64)
     monkeypatch.setattr(ops, "_launch_window_forward", slow.forward)
     monkeypatch.setattr(ops, "_launch_window_backward", slow.backward)
@@ -406,7 +434,9 @@ def windowed(monkeypatch, request):
 
     def build(checkpointing: dict[str, Any] | None = None):
         model = config.build(init_device="meta")
-        assert all(b.stores8 == (request.param == "float8") for b in model.boundaries())
+        assert all(b.stores8 == (memory_dtype == "float8") for b in model.boundaries())
+        for i, b in enumerate(model.boundaries()):
+            assert b.gathers == (bool(whole) and i <= 3)
         if checkpointing:
             model.apply_activation_checkpointing(**checkpointing)
         model.init_weights(device=torch.device("cpu"), max_seq_len=16)
@@ -487,6 +517,7 @@ def test_a_window_keeps_the_memory_once(windowed):
     model, ids = windowed(), helpers.tokens()
     d_k, n = model.depth.d_k, ids.numel() * 64
     in_units = model.depth.memory_dtype == "float8"
+    whole = next(model.boundaries()).gathers
     memories, outputs = set(), set()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -510,13 +541,18 @@ def test_a_window_keeps_the_memory_once(windowed):
         len(memories) == 2
     )  # boundary 0's and 3's; 6 is the last one, and nobody reads its memory
     states = [state for _, state in y_seen]
+    lengths = [1, 4, 5, 3, 4, 5, 3] if in_units else [1, 3, 4, 1, 3, 4, 1]
+    if whole:
+        # The bundle, which has no memory.
+        lengths[1:3] = [n + 1 for n in lengths[1:3]]
+        for i in (1, 2):
+            assert states[i][2 + in_units].untyped_storage().nbytes() == 4
+    assert [len(s) for s in states] == lengths
     if in_units:
-        assert [len(s) for s in states] == [1, 4, 5, 3, 4, 5, 3]
         # The first of the state has a gradient and no memory.
         assert all(s[0].untyped_storage().nbytes() == 4 for s in states[1:])
         at = 2
     else:
-        assert [len(s) for s in states] == [1, 3, 4, 1, 3, 4, 1]
         at = 0
     for i in (2, 4, 5) if in_units else (1, 2, 4, 5):
         assert states[i][at].data_ptr() == states[i - 1][at].data_ptr()
@@ -525,6 +561,22 @@ def test_a_window_keeps_the_memory_once(windowed):
         outputs.add(states[i][-1].requires_grad)
     assert outputs == {False}
     logits.sum().backward()
+
+
+def test_a_gradient_at_the_end_goes_through_a_whole_window_as_it_is(windowed, monkeypatch):
+    """Six boundaries in two whole windows; the second one's end is the model's last memory, which has no gradient."""
+    seen: list[str] = []
+    model, ids = windowed(), helpers.tokens()
+    launch = ops._launch_window_backward
+
+    def recorded(*arguments):
+        seen.append(arguments[8] if len(arguments) > 8 else "")
+        return launch(*arguments)
+
+    monkeypatch.setattr(ops, "_launch_window_backward", recorded)
+    gradients(model, ids)
+    whole = next(model.boundaries()).gathers
+    assert seen == ["", "", "", *(("end", "middle", "first") if whole else ("", "", ""))]
 
 
 def test_what_is_traced_stores_the_memory():

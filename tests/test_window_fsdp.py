@@ -14,19 +14,20 @@ from test_ldm_fast import EPS, SlowKernels
 from olmo_core.nn.depth.connection import DepthBackend
 from olmo_core.nn.depth.model import DepthTransformer
 from olmo_core.nn.ldm import LDMConfig
-from olmo_core.nn.ldm.backends.fast import ops
+from olmo_core.nn.ldm.backends.fast import launch_table, ops
 from olmo_core.nn.ldm.module import LDMBoundary
 
 CPU = torch.device("cpu")
 WORLD_SIZE, MICRO_BATCHES = 2, 2
 
 
-def install_slow_kernels(memory_dtype: str = "model"):
+def install_slow_kernels(memory_dtype: str, whole: bool):
     """A model whose windows of 3 end in the middle of a block; this process keeps the slow kernels."""
     config = helpers.tiny_config(
         LDMConfig(window=3, memory_dtype=memory_dtype), d_model=64, eps=EPS
     )
     slow = SlowKernels(config.depth, 64)
+    launch_table.GATHER = {(64, 8)} if whole else set()
     ops._launch_window_forward = slow.forward
     ops._launch_window_backward = slow.backward
 
@@ -50,7 +51,7 @@ def gradients(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def work(rank: int, checkpointing: bool, memory_dtype: str, port: int) -> None:
+def work(rank: int, checkpointing: bool, memory_dtype: str, whole: bool, port: int) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -59,7 +60,7 @@ def work(rank: int, checkpointing: bool, memory_dtype: str, port: int) -> None:
     }
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
-    config = install_slow_kernels(memory_dtype)
+    config = install_slow_kernels(memory_dtype, whole)
     sharded, alone = (config.build(init_device="meta") for _ in range(2))
     if checkpointing:
         sharded.apply_activation_checkpointing(mode="full")
@@ -76,10 +77,11 @@ def work(rank: int, checkpointing: bool, memory_dtype: str, port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "memory_dtype"), [(False, "model"), (True, "model"), (True, "float8")]
+    ("checkpointing", "memory_dtype", "whole"),
+    [(False, "model", False), (True, "model", False), (True, "float8", True)],
 )
-def test_two_processes_have_the_gradients_of_one(checkpointing, memory_dtype):
+def test_two_processes_have_the_gradients_of_one(checkpointing, memory_dtype, whole):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(work, args=(checkpointing, memory_dtype, port), nprocs=WORLD_SIZE)
+    mp.spawn(work, args=(checkpointing, memory_dtype, whole, port), nprocs=WORLD_SIZE)

@@ -87,6 +87,9 @@ class LDMBoundary(DepthBoundary):
                     self.b_beta = parameter(1)
         self.window = launch_table.window(d, K, config.window)
         self.stores8 = self.window > 1 and config.memory_dtype == "float8"
+        # The model's last memory has no gradient, so its window's backward is that of single boundaries.
+        ends = index - 1 - (index - 1) % self.window + self.window
+        self.gathers = self.window > 1 and ends < n_sublayers and launch_table.gathers(d, K)
         self.options_code = BoundaryOptions.of(config, self.writes).code
         self.infers_fast = False
         """Whether the fast_inference backend runs where there are no gradients."""
@@ -277,6 +280,7 @@ class LDMBoundary(DepthBoundary):
                     self.eps,
                     self.window,
                     self.stores8,
+                    self.gathers,
                 )
             new_memory, x = fast_ops.boundary(
                 state[0], y, self.ldm_parameters, self.options_code, norm_weight, self.eps

@@ -286,6 +286,8 @@ def spec_of(
     earlier: int = 0,
     writes: bool = True,
     stored8: bool = False,
+    gather: str = "",
+    window: int = 0,
 ) -> Spec:
     return Spec(
         direction,
@@ -302,6 +304,8 @@ def spec_of(
         earlier=earlier,
         writes=writes,
         stored8=stored8,
+        gather=gather,
+        window=window,
         dots_warps=launch.dots_warps,
     )
 
@@ -339,8 +343,13 @@ def specs(
     forget: str,
     window: int = 1,
     stored8: bool = False,
+    gather: bool | None = None,
 ) -> list[Spec]:
-    """All kernels that the boundaries of these options need; empty if the shape has none."""
+    """
+    All kernels that the boundaries of these options need; empty if the shape has none.
+
+    :param gather: Whether whole windows have a backward of their own; ``None``: what :data:`GATHER` says.
+    """
     if rule("forward", d, d_k) is None:
         return []
     wanted: list[Spec | None] = []
@@ -351,11 +360,24 @@ def specs(
         for memory_gradient in (True, False):
             values = {"memory_gradient": memory_gradient, "earlier": earlier, "stored8": stored8}
             wanted.append(spec(architecture, "backward", d, d_k, key_activation, forget, **values))
+    if window > 1 and (gathers(d, d_k) if gather is None else gather):
+        for earlier in range(window):
+            place = "end" if earlier == window - 1 else "middle" if earlier else "first"
+            values = {"earlier": earlier, "stored8": stored8, "gather": place, "window": window}
+            wanted.append(spec(architecture, "backward", d, d_k, key_activation, forget, **values))
     if window == 1:
         wanted.append(spec(architecture, "forward", d, d_k, key_activation, forget, saves=False))
     if rule("backward", d, d_k) is not None:
         wanted.append(spec(architecture, "finish", d, d_k, key_activation, forget))
     return [s for s in wanted if s is not None]
+
+
+GATHER: set[tuple[int, int]] = set()
+"""``d`` and K whose whole windows have a backward of their own: where it was measured to be faster. It has run on no GPU yet."""
+
+
+def gathers(d: int, d_k: int) -> bool:
+    return (d, d_k) in GATHER
 
 
 def timed(architecture: str, d: int, d_k: int) -> bool:

@@ -5,7 +5,7 @@ packed, and boundary 0 is run, by the flexible backend, with which this one shar
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,11 +95,14 @@ def _backward_plan(
     memory_gradient: bool,
     earlier: int = 0,
     stored8: bool = False,
+    gather: str = "",
+    window: int = 0,
 ) -> tuple[_Plan, Kernel] | None:
     """``None``: the flexible backend's kernel runs instead."""
     spec = _spec(
         "backward", options, d, device,
-        memory_gradient=memory_gradient, earlier=earlier, stored8=stored8,
+        memory_gradient=memory_gradient, earlier=earlier, stored8=stored8, gather=gather,
+        window=window,
     )  # fmt: skip
     if spec is None:
         return None
@@ -265,6 +268,7 @@ def _launch_backward(
     d_memory, d_y, d_parameters = _launch_window_backward(
         memory, y, None, (), packed, d_memory_out, d_x, options
     )
+    assert d_memory is not None
     return d_memory, d_y, None, None, d_parameters
 
 
@@ -382,24 +386,31 @@ def _launch_window_backward(
     d_memory_out: Tensor | None,
     d_x: Tensor,
     options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gather: str = "",
+    window: int = 0,
+    bundle: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """
     The backward of the recurrent form, too, which has no coefficients and no earlier outputs.
 
-    :param d_memory_out: The gradient of the new memory as if it had been stored.
+    :param d_memory_out: The gradient of the new memory as if it had been stored; with ``gather``, of the one at the window's end.
+    :param gather: One of the ``window`` boundaries of a whole window: ``end``, ``middle`` or ``first``.
+    :param bundle: With ``gather``, what its boundaries leave for each other, ``[..., rows, D]``, as :func:`bundle_shape` says; read and written.
 
-    :returns: The gradients of the memory before the boundary, as if it had been stored, of ``y``, and of all parameters in one
-        FP32 buffer.
+    :returns: The gradients of the memory before the boundary, as if it had been stored (with ``gather``, at a window's first boundary; else
+        ``None``), of ``y``, and of all parameters in one FP32 buffer.
     """
     o, d, device = BoundaryOptions.decode(options), y.shape[-1], y.get_device()
     n_tokens = y.numel() // d
     n_parameters = (o.n_rows + 1) * d + o.n_biases
-    d_memory, d_y = empty_like(memory, y.dtype), empty_like(y)
+    d_y = empty_like(y)
+    d_memory = empty_like(memory, y.dtype) if gather in ("", "first") else None
     d_parameters = packed.new_empty(n_parameters)
     if n_tokens == 0:
         return d_memory, d_y, d_parameters.zero_()
+    in_units = memory.dtype == torch.uint8
     plans = _backward_plan(
-        options, d, device, d_memory_out is not None, len(earlier), memory.dtype == torch.uint8
+        options, d, device, d_memory_out is not None, len(earlier), in_units, gather, window
     )
     assert plans is not None, "a window has a kernel for each direction"
     plan, finish = plans
@@ -421,10 +432,11 @@ def _launch_window_backward(
             saved + 4 * n_tokens * (o.n_rows + 4),
             _address(d_memory_out),
             d_x.data_ptr(),
-            d_memory.data_ptr(),
+            _address(d_memory),
             d_y.data_ptr(),
             partials.data_ptr(),
             _address(coefficients),
+            *(() if bundle is None else (bundle.data_ptr(),)),
             *(t.data_ptr() for t in outputs),
             n_tokens,
         )
@@ -433,46 +445,102 @@ def _launch_window_backward(
     return d_memory, d_y, d_parameters
 
 
+@cache
+def bundle_shape(d: int, d_k: int, window: int) -> tuple[int, int]:
+    """Vectors of a token, and their length, of what the boundaries of a whole window leave for each other in the backward."""
+    spec = Spec("backward", d, d_k, earlier=window - 1, gather="end", window=window)
+    return spec.bundle_rows, d
+
+
+def _alias(t: Tensor) -> Tensor:
+    """A new tensor of the same storage, for the gradient. Neither the tensor nor a view of it: FSDP2 warns of views."""
+    return t.new_empty(0).set_(t)  # type: ignore[call-overload]
+
+
 class _WindowBoundary(EagerFunction):
     """
     The memory that flows between boundaries is the anchor's storage, and its gradient that of the memory it stands for: each boundary
     writes the gradient of the memory before it from that of the memory after it, as if both had been stored. The earlier
     outputs have no gradient here; their own boundaries write it.
+
+    In a whole window with a bundle the gradient that flows is that of the memory at the window's end, until the first boundary makes the
+    gradient of the window's stored memory of it. What else the boundaries need of later ones is the bundle's gradient, a buffer that the
+    last boundary makes and the others update; the bundle itself has a shape and no memory.
     """
 
     @staticmethod
-    def forward(ctx, memory, y, coefficients, stored, earlier, *arguments):
-        *parameters, norm_weight, eps, options, writes = arguments
+    def forward(ctx, memory, y, coefficients, stored, bundle, earlier, *arguments):
+        *parameters, norm_weight, eps, options, writes, window = arguments
         anchor = memory if stored is None else stored
         memory_out, x, coefficients_out, packed = _launch_window_forward(
             anchor, y, coefficients, earlier, LDMParameters(*parameters), norm_weight, eps, options,
             writes,
         )  # fmt: skip
         ctx.options, ctx.has_pending = options, False
+        ctx.window, ctx.writes, ctx.has_bundle = window, writes, bundle is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(anchor, y, packed, coefficients, *earlier)
-        stored_out = None
+        stored_out = bundle_out = None
         if stored is not None:
             memory_out, stored_out = None, memory_out
         ctx.mark_non_differentiable(*(t for t in (coefficients_out, stored_out) if t is not None))
         if memory_out is None:
-            # A new tensor of the same storage, for the gradient. Neither the input nor a view of it: FSDP2 warns of views.
-            memory_out = memory.new_empty(0).set_(memory)
-        return memory_out, x, coefficients_out, stored_out
+            memory_out = _alias(memory)
+        if bundle is not None and not writes:
+            bundle_out = _alias(bundle)
+        elif window and not earlier:
+            shape = bundle_shape(y.shape[-1], anchor.shape[-2], window)
+            bundle_out = _alias(y.new_zeros(1).expand(*y.shape[:-1], *shape))
+        return memory_out, x, coefficients_out, stored_out, bundle_out
 
     @staticmethod
-    def backward(ctx, d_memory_out, d_x, *_):
+    def backward(ctx, d_memory_out, d_x, _coefficients, _stored, d_bundle):
+        if ctx.has_bundle:
+            gather = "end" if ctx.writes else "middle"
+            if gather == "middle" and d_bundle is None and d_memory_out is not None:
+                raise RuntimeError(
+                    "LDM's fast backend: the memory in the middle of a whole window has a gradient; build the model with window=1"
+                )
+        else:
+            gather = "first" if d_bundle is not None else ""
+
         def launch(memory, y, packed, coefficients, *rest):
+            nonlocal d_bundle
             *earlier, d_memory_out, d_x, _, options = rest
-            d_memory, d_y, d_parameters = _launch_window_backward(
-                memory, y, coefficients, tuple(earlier), packed, d_memory_out, d_x, options
+            arguments = (
+                memory,
+                y,
+                coefficients,
+                tuple(earlier),
+                packed,
+                d_memory_out,
+                d_x,
+                options,
             )
+            if not gather:
+                d_memory, d_y, d_parameters = _launch_window_backward(*arguments)
+            else:
+                if d_memory_out is None:
+                    # Nothing after the window counts, or after this boundary: FSDP2 makes zeros of such gradients, so these are
+                    # the same.
+                    d_memory_out = torch.zeros_like(memory, dtype=y.dtype)
+                    arguments = (*arguments[:5], d_memory_out, *arguments[6:])
+                if gather == "end" or d_bundle is None:
+                    shape = bundle_shape(y.shape[-1], memory.shape[-2], ctx.window)
+                    new = y.new_empty if gather == "end" else y.new_zeros
+                    d_bundle = new((*y.shape[:-1], *shape))
+                d_memory, d_y, d_parameters = _launch_window_backward(
+                    *arguments, gather, ctx.window, d_bundle
+                )
+                if d_memory is None:
+                    d_memory = d_memory_out
             return d_memory, d_y, None, None, d_parameters
 
         out = flexible._backward_boundary(
             ctx, d_memory_out, d_x, None, launch=launch, op=flexible._refuse_double_backward
         )
-        return *out[:2], None, None, None, *out[5:14], None, None, None
+        d_bundle = d_bundle if gather in ("end", "middle") else None
+        return *out[:2], None, None, d_bundle, None, *out[5:14], None, None, None, None
 
 
 class _Store8(EagerFunction):
@@ -482,25 +550,39 @@ class _Store8(EagerFunction):
     def forward(ctx, memory):
         stored, units = stored8.store(memory)
         ctx.mark_non_differentiable(stored, units)
-        return memory.new_zeros(1).expand(memory.shape), units, stored
+        return _alias(memory.new_zeros(1).expand(memory.shape)), units, stored
 
     @staticmethod
     def backward(ctx, d_memory, *_):
         return d_memory
 
 
-def _parts(state: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """Coefficients, the memory in FP8 and the earlier outputs of a window's state; see :func:`window_boundary`."""
-    rest = state[1:]
-    if len(rest) > 1 and rest[1].dtype == torch.uint8:
-        return rest[0], rest[1], list(rest[2:])
-    return (rest[0], None, list(rest[1:])) if rest else (None, None, [])
+class _Parts(NamedTuple):
+    """A window's state; see :func:`window_boundary`."""
+
+    coefficients: Tensor | None
+    stored: Tensor | None
+    bundle: Tensor | None
+    earlier: list[Tensor]
+
+
+def _parts(state: tuple[Tensor, ...]) -> _Parts:
+    coefficients, stored, bundle, earlier = None, None, None, list(state[1:])
+    if earlier:
+        coefficients = earlier.pop(0)
+    if earlier and earlier[0].dtype == torch.uint8:
+        stored = earlier.pop(0)
+    if earlier and earlier[0].ndim == state[0].ndim:
+        bundle = earlier.pop(0)
+    return _Parts(coefficients, stored, bundle, earlier)
 
 
 def memory_of(state: tuple[Tensor, ...]) -> Tensor:
     """The memory that a window's state stands for, with the gradient of its first tensor."""
-    coefficients, stored, earlier = _parts(state)
-    return state[0] if coefficients is None else _stored(state[0], coefficients, earlier, stored)
+    p = _parts(state)
+    if p.coefficients is None:
+        return state[0]
+    return _stored(state[0], p.coefficients, p.earlier, p.stored)
 
 
 def _stored(
@@ -583,6 +665,7 @@ def window_boundary(
     eps: float,
     window: int,
     in_units: bool = False,
+    gathers: bool = False,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """
     As :func:`boundary`, but the memory is stored by every ``window``-th boundary only.
@@ -590,19 +673,25 @@ def window_boundary(
     :param state: ``(S,)``, or ``(S, coefficients, y_1, ..., y_n)`` for the memory ``D S + sum_i c_i y_i`` with ``coefficients``
         ``[..., (1 + n) K]`` FP32 (``D`` first) and ``n < window`` earlier outputs. The gradient of ``S`` is that of this memory;
         the others have none. In FP8 it is ``(S, coefficients, stored, y_1, ..., y_n)``, also with ``n = 0``: ``stored`` ``[..., K, D]``
-        has the memory, as :mod:`.stored8` says, and ``S`` only its shape and gradient.
+        has the memory, as :mod:`.stored8` says, and ``S`` only its shape and gradient. With ``gathers`` there is a bundle before
+        ``y_1``, ``[..., rows, D]``, and in whole windows the gradient of ``S`` is that of the memory at the window's end.
     :param in_units: Store memories in FP8.
+    :param gathers: The window that begins here is a whole one, and boundaries follow it: its backward has kernels of its own.
 
     :returns: The new state and ``x`` ``[..., D]``, BF16.
     :raises RuntimeError: If the kernel neither is in the cache nor can be compiled, or the driver refuses it.
     """
     if not is_eager(y):
         # An op must not return one of its inputs; what is traced stores the memory every time.
+        if _parts(state).bundle is not None:
+            raise RuntimeError(
+                "LDM's fast backend: a window whose backward is that of a whole window cannot be traced from its middle on"
+            )
         memory = memory_of(state)
         new_memory, x = boundary(memory, y, parameters, options, norm_weight, eps)
         return (new_memory,), x
     memory = state[0]
-    coefficients, stored, earlier = _parts(state)
+    coefficients, stored, bundle, earlier = _parts(state)
     if in_units and stored is None:
         # The model's first memory, or what was traced.
         memory, coefficients, stored = _Store8.apply(memory_of(state))
@@ -612,9 +701,11 @@ def window_boundary(
     after: Tensor | None
     written: Tensor | None
     if torch.is_grad_enabled():
-        memory, x, after, written = _WindowBoundary.apply(
-            memory, y, coefficients, stored, tuple(earlier), *parameters, *arguments[1:]
-        )
+        whole = window if bundle is not None or (gathers and not earlier) else 0
+        memory, x, after, written, bundle = _WindowBoundary.apply(
+            memory, y, coefficients, stored, bundle, tuple(earlier), *parameters, *arguments[1:],
+            whole,
+        )  # fmt: skip
         if writes and stored is None:
             return (memory,), x
     else:
@@ -625,13 +716,13 @@ def window_boundary(
         )
         if stored is None:
             return _window_state(memory, y, earlier, written, after), x
+        bundle = None
     assert after is not None
-    if stored is None:
-        return (memory, after, *earlier, y.detach()), x
-    if writes:
+    if stored is not None and writes:
         assert written is not None
         return (memory, after, written), x
-    return (memory, after, stored, *earlier, y.detach()), x
+    between = [t for t in (stored, bundle) if t is not None]
+    return (memory, after, *between, *earlier, y.detach()), x
 
 
 def _op_forward(memory, y, *arguments):

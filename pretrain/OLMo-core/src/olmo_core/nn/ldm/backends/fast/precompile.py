@@ -89,6 +89,10 @@ def main() -> None:
         help="the models' option of that name: float8 also compiles a window's kernels for it",
     )  # fmt: skip
     parser.add_argument(
+        "--whole-windows", action="store_true",
+        help="the backward of whole windows, also where it is not used yet",
+    )  # fmt: skip
+    parser.add_argument(
         "--candidates", action="store_true", help="the launches that tune tries, too"
     )
     args = parser.parse_args()
@@ -107,8 +111,9 @@ def main() -> None:
             sys.exit(f"no kernels for a window of {args.window} with d_model {d} and d_k {d_k}")
         for w in {1, window}:
             specs += launch_table.specs(args.arch, d, d_k, *options, w)
-        if args.memory_dtype == "float8" and window > 1:
-            specs += launch_table.specs(args.arch, d, d_k, *options, window, stored8=True)
+        for stored8 in {False, args.memory_dtype == "float8"} if window > 1 else ():
+            gather = args.whole_windows or None
+            specs += launch_table.specs(args.arch, d, d_k, *options, window, stored8, gather)
         if args.candidates:
             for direction, earlier in product(("forward", "backward"), range(window)):
                 last = earlier == window - 1 or direction == "backward"

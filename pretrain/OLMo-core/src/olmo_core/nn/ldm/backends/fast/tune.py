@@ -14,7 +14,8 @@ every result; its ``table`` holds the best launches. Exit status 1 if something 
 The parts ``window``, ``dots`` and ``coefficients`` (``--only``; kernels from ``precompile --window 4 --candidates``) do the same for windows, boundaries
 alone and in a row, for launches whose dot products have warps of their own, and for launches with seven warps for the coefficients, in both forms;
 each ends with a window beside the recurrent form. ``sizes`` is that last part alone, at each number of ``--tokens``. ``stored8`` (kernels from
-``precompile --memory-dtype float8``) checks windows whose memories are stored in FP8 and times them beside the others.
+``precompile --memory-dtype float8 --whole-windows``) checks windows whose memories are stored in FP8 and the backward of whole windows, and times them
+beside the others.
 """
 
 import argparse
@@ -369,7 +370,15 @@ def check_position(
 class WindowCase:
     """The launches of a window's boundaries at one size, each with tensors of its own, called without autograd."""
 
-    def __init__(self, d: int, d_k: int, n_tokens: int, window: int, in_units: bool = False):
+    def __init__(
+        self,
+        d: int,
+        d_k: int,
+        n_tokens: int,
+        window: int,
+        in_units: bool = False,
+        whole: bool = False,
+    ):
         module = common.boundary(d, d_k, "fast", window=window)
         inputs = draw_chain(d, d_k, n_tokens, window)
         (memory,), ys, gains = inputs["memory"], inputs["y"], inputs["gain"]
@@ -386,7 +395,13 @@ class WindowCase:
             self.forwards.append(arguments)
             _, _, after, packed = ops._launch_window_forward(*arguments)
             (d_memory,), d_x = inputs["d_memory"], inputs["d_x"][i]
-            self.backwards.append((memory, y, coefficients, earlier, packed, d_memory, d_x, code))
+            backward: tuple = (memory, y, coefficients, earlier, packed, d_memory, d_x, code)
+            if whole:
+                if not i:
+                    bundle = y.new_zeros((*y.shape[:-1], *ops.bundle_shape(d, d_k, window)))
+                gather = "end" if writes else "middle" if i else "first"
+                backward = (*backward, gather, window, bundle)
+            self.backwards.append(backward)
             coefficients, earlier = after, (*earlier, y)
 
     def call(self, direction: str, i: int) -> None:
@@ -414,10 +429,20 @@ class WindowCase:
 
 
 def window_vectors(
-    direction: str, d_k: int, earlier: int, window: int, in_units: bool = False
+    direction: str,
+    d_k: int,
+    earlier: int,
+    window: int,
+    in_units: bool = False,
+    whole: bool = False,
 ) -> float:
     """Vectors of D BF16 elements that a window's boundary reads and writes for each token."""
     stored = d_k / 2 if in_units else d_k
+    if whole and direction == "backward":
+        if not earlier:
+            return stored + 2 * d_k + 2 * window + 2
+        read = stored + 2 + earlier + (d_k if earlier == window - 1 else 1 + earlier)
+        return read + earlier + 3
     if direction == "forward":
         return stored + 2 + earlier + (stored if earlier == window - 1 else 0)
     return stored + 2 * d_k + 3 + earlier
@@ -586,8 +611,17 @@ def time_window(
     say("chain", form="recurrent", us={k: round(v, 1) for k, v in us_of.items()}, **values)
 
 
+WINDOW_FORMS = {
+    "window": (False, False),
+    "whole": (False, True),
+    "window, FP8": (True, False),
+    "whole, FP8": (True, True),
+}
+"""Memories in FP8; the backward of whole windows."""
+
+
 def work_stored8(args: argparse.Namespace) -> None:
-    """Windows whose memories are stored in FP8: checks, then the times of a window beside those of the others."""
+    """Memories in FP8, and the backward of whole windows: checks, then the times of a window beside those of the others."""
     shapes = precompile.parse_shapes(args.shapes) if args.shapes else WINDOW_SHAPES
     for d, d_k in shapes:
         for n_tokens in (7, 2051):
@@ -599,7 +633,13 @@ def work_stored8(args: argparse.Namespace) -> None:
                 [(f"boundary {e} of {size}", partial(one, earlier=e)) for e in range(WINDOW)]
                 + [(f"chains of {size}", chains)]
             )
-    work_sizes(args, ("window", "window, FP8"))
+            for memory_dtype in ("model", "float8"):
+                launch_table.GATHER.add((d, d_k))
+                name = f"chains of whole windows, {memory_dtype}, {d}x{d_k}, {n_tokens} tokens"
+                options = {"memory_dtype": memory_dtype}
+                _run_checks([(name, partial(check_window, d, d_k, n_tokens, WINDOW, options))])
+                launch_table.GATHER.discard((d, d_k))
+    work_sizes(args, tuple(WINDOW_FORMS))
 
 
 def work_sizes(args: argparse.Namespace, forms: tuple[str, ...] = ("window", "recurrent")) -> None:
@@ -613,12 +653,12 @@ def work_sizes(args: argparse.Namespace, forms: tuple[str, ...] = ("window", "re
         vectors: dict[str, dict[str, float]] = {
             form: {
                 direction: sum(
-                    window_vectors(direction, d_k, e, WINDOW, in_units) for e in range(WINDOW)
+                    window_vectors(direction, d_k, e, WINDOW, *which) for e in range(WINDOW)
                 )
                 / WINDOW
                 for direction in ("forward", "backward")
             }
-            for form, in_units in (("window", False), ("window, FP8", True))
+            for form, which in WINDOW_FORMS.items()
         }
         vectors["recurrent"] = {"forward": 2 * d_k + 2, "backward": 3 * d_k + 3}
         for form in forms:
@@ -628,7 +668,7 @@ def work_sizes(args: argparse.Namespace, forms: tuple[str, ...] = ("window", "re
             try:
                 with torch.no_grad():
                     if form != "recurrent":
-                        window = WindowCase(d, d_k, n_tokens, WINDOW, form != "window")
+                        window = WindowCase(d, d_k, n_tokens, WINDOW, *WINDOW_FORMS[form])
                         us = {direction: window.chain_us(direction) for direction in count}
                         del window
                     else:
