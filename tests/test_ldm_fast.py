@@ -1133,8 +1133,10 @@ def stack_bytes(cubin: bytes, folder) -> int | None:
     ("d", "d_k", "window"), [(1024, 8, 1), (2048, 4, 1), (1024, 16, 1), (2048, 8, 4)]
 )
 def test_compiled_code(d, d_k, window, architecture, tmp_path):
-    specs = launch_table.specs(architecture, d, d_k, "two_sigmoid", "dynamic", window)
-    for spec in specs if window == 1 else [s for s in specs if s.earlier == window - 1]:
+    specs = launch_table.specs(
+        architecture, d, d_k, "two_sigmoid", "dynamic", window, gather=window > 1
+    )
+    for spec in specs if window == 1 else [s for s in specs if s.earlier == window - 1 or s.gather]:
         code, ptx = cache.build(spec, architecture)
         # 64-bit addresses of global memory, everywhere.
         for operand in re.findall(r"(?:ld|st)\.global\S* .*?\[([^\]]*)\]", ptx):
@@ -1152,7 +1154,9 @@ def test_compiled_code(d, d_k, window, architecture, tmp_path):
         stack = stack_bytes(code.cubin, tmp_path)
         # The backward keeps a few addresses there, no sums; so does what stores the memory at the end of a window.
         # Of at most 14 loads from there, 8 are in the loop over tiles.
+        # That of a whole window's end keeps what it leaves for the earlier outputs, too.
         limit = 0 if spec.direction == "forward" and not spec.earlier else 80
+        limit = 128 if spec.gather else limit
         assert stack is None or stack <= limit, f"{spec.name}: {stack} bytes"
 
 

@@ -332,6 +332,9 @@ def spec(
     )
     if found is None:
         return None
+    if values.get("gather"):
+        dots_warps = WHOLE_DOTS_WARPS.get(values["gather"], found.dots_warps)
+        found = replace(found, dots_warps=dots_warps, timed=False)
     return spec_of(found, direction, d, d_k, key_activation, forget, **values)
 
 
@@ -374,6 +377,10 @@ def specs(
 
 GATHER: set[tuple[int, int]] = set()
 """``d`` and K whose whole windows have a backward of their own: where it was measured to be faster. It has run on no GPU yet."""
+
+
+WHOLE_DOTS_WARPS = {"end": 0, "first": 0}
+"""By place, if not as in other windows: with four the main warps have too few registers for what these keep (104 bytes of a stack at K = 8; with none 16 and 56)."""
 
 
 def gathers(d: int, d_k: int) -> bool:

@@ -149,7 +149,7 @@ class Spec:
         """As few as leave the helpers without spills; so chosen, a forward has none at all."""
         if self.direction == "forward":
             return 104 if self.earlier < 4 else 136
-        return 88
+        return 104 if self.gather == "end" else 88
 
     @property
     def main_registers(self) -> int:
