@@ -379,8 +379,10 @@ class SlowKernels:
         assert bundle.shape == (*y.shape[:-1], *ops.bundle_shape(self.d, self.config.d_k, window))
         end = d_memory_out.data_ptr()
         if gather != "end":
-            begun, d_memory_out = self.between.pop(bundle.data_ptr())
+            begun, d_memory_out = self.between.pop(bundle.data_ptr(), (end, None))
             assert begun == end
+            # Made here, or of a gradient that is not there.
+            assert d_memory_out is not None or not bundle.any()
         d_memory, *others = self.chained(
             memory, y, coefficients, earlier, packed, d_memory_out, d_x, options
         )
@@ -577,6 +579,35 @@ def test_a_gradient_at_the_end_goes_through_a_whole_window_as_it_is(windowed, mo
     gradients(model, ids)
     whole = next(model.boundaries()).gathers
     assert seen == ["", "", "", *(("end", "middle", "first") if whole else ("", "", ""))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_window_that_was_thought_whole_may_end_early(monkeypatch, n):
+    """Nothing after a boundary in its middle counts: the gradients are those of single boundaries."""
+    slow = SlowKernels(LDMConfig(), 64)
+    monkeypatch.setattr(ops, "_launch_window_forward", slow.forward)
+    monkeypatch.setattr(ops, "_launch_window_backward", slow.backward)
+    module, gain = boundary(64, window=3), torch.ones(64)
+    generator = torch.Generator().manual_seed(1)
+    memory, *ys = (torch.randn(*s, 64, generator=generator) for s in ((2, 3, 8), *[(2, 3)] * n))
+    found = []
+    for gathers in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (memory, *ys)]
+        state: tuple[torch.Tensor, ...] = (leaves[0],)
+        total = torch.zeros(())
+        for y in leaves[1:]:
+            state, x = ops.window_boundary(
+                state, y, module.ldm_parameters, module.options_code, gain, EPS, 3, False, gathers
+            )
+            total = total + x.square().sum() + x[..., 0].sum()
+        found.append(torch.autograd.grad(total, leaves, retain_graph=True))
+    for chained, whole in zip(*found, strict=True):
+        torch.testing.assert_close(whole, chained)
+    if n == 2:
+        # Its memory in the middle is not the one whose gradient goes through a whole window.
+        with pytest.raises(RuntimeError, match="window=1"):
+            (total + state[0].sum()).backward()
+    assert "middle" in slow.gathered if n > 1 else "first" not in slow.gathered
 
 
 def test_what_is_traced_stores_the_memory():
