@@ -70,9 +70,10 @@ def losses(
 )
 def test_one_process_with_fsdp(method, gpu, tmp_path):
     """
-    From a checkpoint of a process without FSDP2 both go on alike, and from one with it. Not from the start: on a GPU torch most likely
-    fills a sharded parameter with other random numbers than a plain one (the second losses were 10.6 and 10.1 on an H200, for four methods alike),
-    and this data makes much of them (CPU, preln: between 9.2 and 11.3 for five seeds).
+    From a checkpoint of a process without FSDP2 both go on alike, and from one with it. Not from the start: on a GPU the
+    generator moves by a sharded parameter's number of elements and by a thread's share of a plain one's (torch's
+    ``distributed/tensor/_random.py``), so all after the first get other numbers (second losses of 10.6 and 10.1 on an H200, for four methods
+    alike), and this data makes much of them (CPU, preln: between 9.2 and 11.3 for five seeds).
 
     On a CPU both are FP32, so only the order of sums differs. On a GPU both compute in BF16, one with cast parameters and one under
     autocast, which leaves other operations in FP32: a loss of 10.8 differs by its BF16 rounding of 0.03 at most.
