@@ -675,6 +675,13 @@ def test_the_option_memory_dtype(monkeypatch):
         LDMConfig(memory_dtype="float8", window=1)
     assert boundary(memory_dtype="float8").stores8 and not boundary().stores8
     assert not boundary(memory_dtype="float8", d_k=16).stores8  # no windows there
+    said: list[str] = []
+    monkeypatch.setattr("olmo_core.nn.depth.connection.log_once", said.append)
+    boundary(memory_dtype="float8").select_backend(torch.device("cpu"), torch.bfloat16)
+    assert any("memory_dtype=float8 changes nothing" in line for line in said)
+    said.clear()
+    boundary().select_backend(torch.device("cpu"), torch.bfloat16)
+    assert not any("memory_dtype" in line for line in said)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     module = boundary(d_k=16, memory_dtype="float8", backend="fast")

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from olmo_core.exceptions import OLMoConfigurationError
 
+from .triton_ops import define_op
+
 
 def _input_gradient(gradients: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
     """``sum_i g_i W_i``: ``g_i`` ``[..., M_i]``, ``W_i`` ``[M_i, D]``, result ``[..., D]``."""
@@ -23,20 +25,17 @@ def _input_gradient(gradients: list[torch.Tensor], weights: list[torch.Tensor]) 
     out = first @ weights[0]
     for g, w in zip(rest, weights[1:], strict=True):
         out.addmm_(g, w)
-    return out.view(*gradients[0].shape[:-1], -1)
+    return out.view(*gradients[0].shape[:-1], weights[0].shape[1])
 
 
 def _fake(gradients: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
     return gradients[0].new_empty(*gradients[0].shape[:-1], weights[0].shape[1])
 
 
-torch.library.define(
-    "depth_memory::input_gradient",
-    "(Tensor[] gradients, Tensor[] weights) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+# Traced as a whole: as in-place products of a graph they would become products with a copy before each.
+_op = define_op(
+    "input_gradient", "(Tensor[] gradients, Tensor[] weights) -> Tensor", _input_gradient, _fake
 )
-torch.library.impl("depth_memory::input_gradient", "CompositeExplicitAutograd", _input_gradient)
-torch.library.register_fake("depth_memory::input_gradient", _fake)
 
 
 class _Products(torch.autograd.Function):
@@ -52,7 +51,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, *weights = ctx.saved_tensors
         contiguous = [g.contiguous() for g in gradients]
-        d_x = torch.ops.depth_memory.input_gradient(contiguous, weights)
+        d_x = _op(contiguous, weights)
         rows = x.flatten(0, -2)
         return d_x, *(g.flatten(0, -2).t() @ rows for g in contiguous)
 

@@ -107,7 +107,7 @@ class MemoryDtype(StrEnum):
     """As the model's states."""
     float8 = "float8"
     """
-    FP8 (e4m3), each row in a unit of its own: numbers are rounded by up to 1/16, 2.6% of a row's RMS. The gradient passes as if they were not.
+    FP8 (e4m3), each row in a unit of its own: numbers are rounded by up to 1/16, 2.7% of the RMS of a row of normal numbers. The gradient passes as if they were not.
     """
 
 
@@ -147,7 +147,7 @@ class LDMConfig(DepthConnectionConfig):
     memory_dtype: MemoryDtype = MemoryDtype.model
     """
     In what a window's memories are stored while training with the ``fast`` backend: they are what is read most, so FP8 takes a fifth of the
-    bytes that boundaries move, and half of what windows keep. Everything else, the other backends and evaluation store them as the model's states.
+    bytes that boundaries move, and half of what windows keep. Everything else, the other backends and evaluation store them as the model's states; a backend that trains without says so once.
     """
 
     def __post_init__(self) -> None:

@@ -217,6 +217,12 @@ class LDMBoundary(DepthBoundary):
 
     def select_backend(self, device: torch.device, dtype: torch.dtype) -> DepthBackend:
         selected = super().select_backend(device, dtype)
+        if self.config.memory_dtype == "float8" and not (
+            self.stores8 and selected == DepthBackend.fast
+        ):
+            connection.log_once(
+                f"{type(self).__name__}: backend '{selected}' does not store memories in FP8 here, so memory_dtype=float8 changes nothing"
+            )
         self.infers_fast = selected == DepthBackend.fast_inference
         if self.backend == DepthBackend.auto and selected in KERNELS:
             reason = self._inference_unavailable(device, dtype)

@@ -171,9 +171,7 @@ def window_boundary(
     """
     memory, *rest = state
     if not is_eager(y):
-        if rest:
-            memory = fast._stored(memory, rest[0], rest[1:])
-        memory, x = _forward(memory, y, *parameters, norm_weight, eps, options)
+        memory, x = _forward(fast.memory_of(state), y, *parameters, norm_weight, eps, options)
         return (memory,), x
     plan = _plan_of(y, options)
     if plan is not None:

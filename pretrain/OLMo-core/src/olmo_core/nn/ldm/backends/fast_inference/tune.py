@@ -152,9 +152,7 @@ def check_window(d: int, d_k: int, n_tokens: int, window: int) -> dict[str, Any]
             if i == window - 1:
                 # In place, the next window writes over it.
                 out["memory"] = state[0].clone()
-        if len(state) > 1:
-            state = (fast_ops._stored(state[0], state[1], list(state[2:])),)
-        return {**out, "last memory": state[0]}
+        return {**out, "last memory": fast_ops.memory_of(state)}
 
     def same(a: dict[str, Tensor], what: str) -> None:
         wrong.extend(f"{n} differs {what}" for n, t in a.items() if not torch.equal(t, mine[n]))
