@@ -15,6 +15,7 @@ from olmo_core.nn.depth import PreLNConfig, attention_cache, inference
 from olmo_core.nn.depth.connection import rms_norm
 from olmo_core.nn.depth.generation import DepthGenerationModule
 from olmo_core.nn.depth.inference import PackedWeights
+from olmo_core.nn.depth.input_gradient import join
 from olmo_core.nn.depth.session import InferenceSession
 from olmo_core.nn.feed_forward import FeedForward
 from olmo_core.nn.rope import RotaryEmbedding
@@ -203,8 +204,12 @@ def test_silu_mul():
     assert ops.silu_mul_packed(a[:0]).shape == (0, 650)
 
 
-def test_packed_weights_are_the_layers_own():
+@pytest.mark.parametrize("joined", [False, True])
+def test_packed_weights_are_the_layers_own(joined):
+    """Also of layers that add up their input's gradient in their products: a model that trained so decodes as others do."""
     layers = [torch.nn.Linear(8, n, bias=False) for n in (6, 2)]
+    if joined:
+        join(*layers)
     before = [layer.weight.detach().clone() for layer in layers]
     packed = PackedWeights()
     with torch.inference_mode():

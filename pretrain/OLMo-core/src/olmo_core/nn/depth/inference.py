@@ -10,9 +10,12 @@ import torch.nn.functional as F
 
 from olmo_core.nn.feed_forward import FeedForward
 
+from .input_gradient import JoinedLinear
 from .triton_ops import is_eager, triton_unavailable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (nn.Linear, JoinedLinear)
+"""Linear layers whose forward is a product and nothing more."""
 INTERPRETER = False
 """Let Triton's interpreter run the kernels on a CPU: for tests, it is far slower than PyTorch."""
 
@@ -56,7 +59,7 @@ class PackedWeights:
             return self._matrix
         first = weights[0]
         if (
-            any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers)
+            any(type(layer) not in PLAIN or layer.bias is not None for layer in layers)
             or any(type(w) is not nn.Parameter or w.dtype != first.dtype for w in weights)
             or any(w.is_inference() != first.is_inference() for w in weights)
             or any((w.numel() * w.element_size()) % 16 for w in weights)
